@@ -18,7 +18,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-import torch.distributed as dist
 
 from shardwise.cli import (
     ATTEMPT_VARIABLE,
@@ -30,8 +29,8 @@ from shardwise.cli import (
 )
 from shardwise.consistency.liveness import host_id
 from shardwise.consistency.recorder import BLACK_BOX, PATTERN
-from shardwise.elastic.members import ElasticTerms, outliving
-from shardwise.errors import ConfigError
+from shardwise.elastic.launcher import HANG_S, ElasticTerms, Launcher
+from shardwise.errors import ConfigError, RankError
 from shardwise.formatting import format_ranks
 from shardwise.loop.launch import (
     LEAVE_S,
@@ -105,13 +104,14 @@ def attempt_from(environment: Mapping[str, str]) -> Attempt | None:
 class RestartPolicy:
     """How often ranks are started again, on how few (``min_nproc`` None: always on as many as before), and ``leave_s``.
 
-    ``num_spares``: of ranks that outlive each other; None: they do not.
+    ``num_spares``: of ranks that outlive each other; None: they do not.  ``hang_s``: of :class:`ElasticTerms`.
     """
 
     max_restarts: int
     min_nproc: int | None
     leave_s: float = LEAVE_S
     num_spares: int | None = None
+    hang_s: float = HANG_S
 
 
 def launch_ranks(
@@ -150,14 +150,17 @@ def launch_ranks(
 
 def launch_elastic(terms: ElasticTerms, words: Sequence[str], leave_s: float) -> int:
     """Run the command in processes that outlive each other; return the exit code."""
-
-    def prepare(store: dist.TCPStore, place: LaunchContext) -> LaunchContext:
-        place = outliving(terms, store, place)
-        return replace(place, told={**place.told, LAUNCHER_VARIABLE: os.getpid()})
-
-    program = UserProgram("module", (COMMAND[1], *words), prepare=prepare)
-    code = _run(program, terms.num_ranks, 0, leave_s)
+    program = UserProgram("module", (COMMAND[1], *words), told={LAUNCHER_VARIABLE: os.getpid()})
+    code = _run_elastic(program, terms, leave_s)
     return EXIT_FAILED if code == EXIT_FINAL else code
+
+
+def _run_elastic(program: UserProgram, terms: ElasticTerms, leave_s: float) -> int:
+    try:
+        return _run(replace(program, supervise=partial(Launcher, terms)), terms.num_ranks, 0, leave_s)
+    except RankError as error:
+        print(f"shardwise: error: {error}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def why_not(ended: Ended, terms: RestartPolicy, number: int) -> str | None:
@@ -204,6 +207,9 @@ def job_of(environment: Mapping[str, str]) -> str | None:
 
 _CPU_RANKS = 2
 _HOSTS_RESTARTS = 9  # in the command for several hosts: torchrun's default of 0 outlives nothing
+HANG_HELP = (
+    f"with --elastic: end a rank without progress while others wait, after S seconds (default: {HANG_S:g}; 0: never)"
+)
 LEAVE_HELP = f"seconds to leave, after a signal and the first rank (default: {LEAVE_S:g})"
 
 
@@ -248,6 +254,7 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--min-nproc", type=int, default=1, metavar="M", help="with --elastic: end when fewer are left (default: 1)"
     )
+    parser.add_argument("--hang-after", type=float, metavar="S", help=HANG_HELP)
 
 
 def run_run(arguments: argparse.Namespace) -> int:
@@ -273,15 +280,16 @@ def run_run(arguments: argparse.Namespace) -> int:
         print(f"shardwise: {nproc} ranks ({where}; -n N changes it)", file=sys.stderr)
     program = UserProgram("module" if arguments.module else "script", tuple(words))
     if not arguments.elastic:
-        if arguments.spares or arguments.min_nproc != 1:
-            raise ConfigError("--spares and --min-nproc need --elastic.")
+        if arguments.spares or arguments.min_nproc != 1 or arguments.hang_after is not None:
+            raise ConfigError("--spares, --min-nproc and --hang-after need --elastic.")
         return _run(program, nproc, arguments.max_restarts, arguments.leave_s)
     if arguments.spares < 0 or not 1 <= arguments.min_nproc <= nproc:
         raise ConfigError(
             f"--spares is {arguments.spares}, expected at least 0; --min-nproc is {arguments.min_nproc}, expected 1 to {nproc}."
         )
-    terms = ElasticTerms(nproc, arguments.spares, arguments.max_restarts, arguments.min_nproc)
-    return _run(replace(program, prepare=partial(outliving, terms)), nproc, 0, arguments.leave_s)
+    hang_s = read_hang(arguments.hang_after)
+    terms = ElasticTerms(nproc, arguments.spares, arguments.max_restarts, arguments.min_nproc, hang_s)
+    return _run_elastic(program, terms, arguments.leave_s)
 
 
 def _torchrun_words(arguments: argparse.Namespace, nproc: int, words: Sequence[str]) -> list[str]:
@@ -294,6 +302,13 @@ def _torchrun_words(arguments: argparse.Namespace, nproc: int, words: Sequence[s
     command += ["--max-restarts", str(restarts)] if restarts else []
     endpoint = arguments.rdzv_endpoint or "FIRST_HOST:29400"
     return [*command, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *["-m"] * arguments.module, *words]
+
+
+def read_hang(given: float | None) -> float:
+    """Return ``--hang-after``, or its default.  Raises: ConfigError unless it is a limit, or 0 for none."""
+    if given is not None and not 0 <= given < float("inf"):
+        raise ConfigError(f"--hang-after is {given}, expected 0 or more seconds.")
+    return HANG_S if given is None else given
 
 
 def check_leave(leave_s: float) -> None:
