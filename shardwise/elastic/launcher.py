@@ -88,13 +88,20 @@ class _Started:
 
     def look(self, is_first: bool = False) -> None:
         """Note whether it uses a core, or waits for one; the thread that follows the launcher does not count."""
-        used_s = int(f"0{''.join(read_proc(f'{self.pid}/schedstat').split()[1:2])}") / 1e9
-        with suppress(OSError, ValueError):  # threads end meanwhile
-            for thread in set(os.listdir(f"/proc/{self.pid}/task")) - {str(self.threads[1])}:
-                fields = read_proc(f"{self.pid}/task/{thread}/stat").rpartition(")")[2].split()
-                used_s += sum(map(int, fields[11:13])) / _TICKS
+        used_s = core_s(self.pid, self.threads[1])
         if is_first or used_s - self.used_s > _STUCK_USE * _STUCK_S:
             self.used_s, self.idle_s = used_s, time.monotonic()
+
+
+def core_s(pid: int, left_out: int = 0) -> float:
+    """Return the CPU time of a process without one of its threads, and how long its main thread has waited for a core."""
+    fields = read_proc(f"{pid}/schedstat").split()  # on a busy machine a rank that computes has little CPU time
+    used_s = int(fields[1]) / 1e9 if fields else 0.0
+    with suppress(OSError, ValueError):  # threads end meanwhile
+        for thread in set(os.listdir(f"/proc/{pid}/task")) - {str(left_out)}:
+            fields = read_proc(f"{pid}/task/{thread}/stat").rpartition(")")[2].split()
+            used_s += sum(map(int, fields[11:13])) / _TICKS
+    return used_s
 
 
 class Launcher:
@@ -154,7 +161,6 @@ class Launcher:
         if self._has_raised:
             return True  # the run ends by the exception, not by this one
         how = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        how += " (often: out of memory)" if how == "SIGKILL" and not each.hangs else ""
         return self._lose(rank, each.hangs or f"was ended by {how}")
 
     def more(self) -> int:
@@ -332,8 +338,8 @@ class Launcher:
         if len(waiting) == len(members):
             where = statuses_in_words([*still.values()])
             raise RankError(
-                f"no rank made progress for {limit_s:g} s (--hang-after), and all wait: {where}. Does step() catch an exception "
-                "of one rank, or do ranks make other calls?"
+                f"no rank made progress for {limit_s:g} s (--hang-after), and all wait: {where}. Does step() catch an "
+                "exception of one rank, or do ranks make other calls?"
             )
 
     def _end(self, number: int, why: str) -> None:
