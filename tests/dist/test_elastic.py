@@ -390,7 +390,7 @@ def test_a_program_that_this_launcher_has_not_started_is_told_how_to(monkeypatch
         (["--spares", "1"], "--spares, --min-nproc and --hang-after need --elastic"),
         (["--hang-after", "1"], "--spares, --min-nproc and --hang-after need --elastic"),
         (["--elastic", "--hang-after", "-1"], "--hang-after is -1.0, expected 0 or more seconds"),
-        (["--elastic", "--nnodes", "2", "--node-rank", "1"], "torchrun --nnodes 2 --nproc-per-node"),
+        (["--elastic", "--nnodes", "2", "--node-rank", "1"], "torchrun --nnodes 1:2 --nproc-per-node"),
         (["--elastic", "--spares", "-1"], "--spares is -1, expected at least 0"),
         (["--elastic", "-n", "2", "--min-nproc", "3"], "--min-nproc is 3, expected 1 to 2"),
     ],
