@@ -15,10 +15,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from shardwise.consistency.rank_status import RankStatus, statuses_in_words
 from shardwise.elastic.membership import VARIABLE, Generation
@@ -58,7 +59,7 @@ class _Started:
     """A process, as far as the launcher knows."""
 
     link: socket.socket
-    theirs: socket.socket | None  # until it has started
+    theirs: socket.socket  # closed here once it has started
     folder: Path  # for its temporary files
     pid: int = 0
     threads: tuple[int, int] = (0, 0)  # its main one, and the one that follows the launcher
@@ -123,9 +124,7 @@ class Launcher:
         self._waiting: list[int] = []  # spares, ready or not
         self._lost: set[int] = set()
         self._num_started = terms.num_ranks
-        self._num_stuck = (
-            0  # were ended because nothing could interrupt them; they are replaced besides what terms allow
-        )
+        self._num_stuck = 0  # were ended as nothing could interrupt them; they are replaced besides what terms allow
         self._formed = self._lost_in = 0  # the newest generation that all have entered; that begins with a loss
         self._is_over = self._is_ending = False
         self._announced_s = self._looked_s = time.monotonic()
@@ -143,12 +142,18 @@ class Launcher:
         told = {"fds": self._fds, "link": shared[0], "folder": str(self._folder), "hang_s": self._terms.hang_s}
         return {VARIABLE: json.dumps(told), "TMPDIR": each.folder}, shared
 
+    def close(self) -> None:
+        """Do as :class:`Supervisor` says."""
+        for fd in (fd for one_set in self._fds for fd in one_set):
+            os.close(fd)
+        for each in self._processes.values():
+            each.link.close()
+
     def started(self, rank: int, pid: int) -> None:
         """Do as :class:`Supervisor` says."""
         each = self._processes[rank]
         each.pid = pid
-        if each.theirs is not None:
-            each.theirs.close()
+        each.theirs.close()
         each.send("generation", asdict(self._generation))
 
     def outlives(self, rank: int, code: int) -> bool:
@@ -224,43 +229,38 @@ class Launcher:
                     each.link.close()
                     return
                 try:
-                    kind, *words = json.loads(text)
-                    _HEARD[kind](self, number, *words)
-                except (ValueError, TypeError, KeyError) as error:
+                    self._take(number, each, json.loads(text))
+                except (ValueError, TypeError) as error:
                     what = f"{type(error).__name__}: {error}"
                     print(f"shardwise: ignored a malformed message of process {number} ({what})", file=sys.stderr)
 
-    def _hear_ready(self, number: int, main: int, watcher: int) -> None:
-        each = self._processes[number]
-        each.is_ready, each.threads, each.told_s = True, (int(main), int(watcher)), time.monotonic()
-
-    def _hear_here(self, number: int, generation: int) -> None:
-        self._processes[number].here = int(generation)
-        members = [self._processes[each] for each in self._generation.members]
-        if all(each.here == self._generation.number for each in members):
-            for each in members:
-                each.send("complete", self._generation.number)
-
-    def _hear_formed(self, number: int, generation: int) -> None:
-        for earlier in range(self._formed, int(generation)):
-            (self._folder / str(earlier)).unlink(missing_ok=True)
-        self._formed = max(self._formed, int(generation))
-
-    def _hear_status(self, number: int, status: Mapping[str, object]) -> None:
-        each, fields = self._processes[number], {"rank": number, **status}
-        each.status, each.told_s = RankStatus(**fields), time.monotonic()  # pyright: ignore[reportArgumentType]
-
-    def _hear_suspects(self, number: int, generation: int) -> None:
-        self._processes[number].asks_in = int(generation)
-
-    def _hear_raised(self, number: int, what: str) -> None:
-        self._processes[number].raised = str(what)
-
-    def _hear_left(self, number: int, what: str) -> None:
-        self._lose_or_end(number, f"was ended by {what}")
-
-    def _hear_over(self, number: int) -> None:
-        self._is_over = True
+    def _take(self, number: int, each: _Started, message: object) -> None:
+        match message:
+            case ["ready", int(main), int(watcher)]:
+                each.is_ready, each.threads, each.told_s = True, (main, watcher), time.monotonic()
+            case ["here", int(generation)]:
+                each.here = generation
+                members = [self._processes[other] for other in self._generation.members]
+                if all(other.here == self._generation.number for other in members):
+                    for other in members:
+                        other.send("complete", self._generation.number)
+            case ["formed", int(generation)]:
+                for earlier in range(self._formed, generation):
+                    (self._folder / str(earlier)).unlink(missing_ok=True)
+                self._formed = max(self._formed, generation)
+            case ["status", dict(status)]:
+                fields: Any = {**status, "rank": number}  # pyright: ignore[reportUnknownVariableType]
+                each.status, each.told_s = RankStatus(**fields), time.monotonic()
+            case ["suspects", int(generation)]:
+                each.asks_in = generation
+            case ["raised", str(what)]:
+                each.raised = what
+            case ["left", str(what)]:
+                self._lose_or_end(number, f"was ended by {what}")
+            case ["over"]:
+                self._is_over = True
+            case _:
+                raise ValueError(f"{str(message)[:80]!r}")
 
     # ---- generations ----
 
@@ -305,47 +305,43 @@ class Launcher:
     def _end_hanging(self) -> None:
         """End ranks that others wait for in vain.  Raises: RankError if all ranks wait for each other."""
         now, limit_s = time.monotonic(), self._terms.hang_s
-        if now - self._looked_s < _LOOK_S or not limit_s or len(self._generation.members) < 2:
+        if now - self._looked_s < _LOOK_S:
             return
         self._looked_s = now
         members = {number: self._processes[number] for number in self._generation.members}
-        late = [number for number, each in members.items() if each.here < self._generation.number]
-        for number in late:
-            members[number].look()
-        if self._generation.is_urgent and now - self._announced_s > _STUCK_S:
-            for number in late:
-                if now - members[number].idle_s > _STUCK_S:
-                    self._num_stuck += 1
-                    self._end(
-                        number,
-                        f"waited for a lost rank where nothing can interrupt it, and was ended ({_place(members[number])})",
-                    )
+        late = {number: each for number, each in members.items() if each.here < self._generation.number}
+        for number, each in late.items():
+            each.look()
+            if self._generation.is_urgent and now - max(self._announced_s, each.idle_s) > _STUCK_S:
+                self._num_stuck += not each.hangs
+                self._end(number, "waited for a lost rank where nothing can interrupt it")
         still: dict[int, RankStatus] = {}
-        for number, each in members.items():
+        for rank, (number, each) in enumerate(members.items()):
             if not each.is_ready:  # it may compute for long before it calls elastic()
                 each.told_s = max(each.told_s, each.idle_s)
-            is_silent = now - each.told_s > limit_s
-            waits_for = "" if is_silent or (number in late and self._generation.is_urgent) else each.status.waits_for
-            still[number] = replace(each.status, still_s=each.status.still_s + now - each.told_s, waits_for=waits_for)
-        if min(now - self._announced_s, *(each.still_s for each in still.values())) <= limit_s:
-            return
+            is_deaf = now - each.told_s > limit_s or (number in late and self._generation.is_urgent)
+            still_s = each.status.still_s + now - each.told_s
+            waits_for = "" if is_deaf else each.status.waits_for
+            still[number] = replace(each.status, rank=rank, still_s=still_s, waits_for=waits_for)
         waiting = {number for number, each in still.items() if each.waits_for or _is_ahead(each, still.values())}
-        for number in set(members) - waiting if waiting else ():
-            self._end(
-                number,
-                f"made no progress for {limit_s:g} s while others waited, and was ended ({_place(members[number])})",
-            )
-        if len(waiting) == len(members):
+        if not limit_s or not waiting or min(each.still_s for each in still.values()) <= limit_s:
+            return
+        if now - self._announced_s <= limit_s:
+            return
+        if len(waiting) == len(members) > 1:
             where = statuses_in_words([*still.values()])
             raise RankError(
                 f"no rank made progress for {limit_s:g} s (--hang-after), and all wait: {where}. Does step() catch an "
                 "exception of one rank, or do ranks make other calls?"
             )
+        for number in set(members) - waiting:
+            self._end(number, f"made no progress for {limit_s:g} s while others waited")
 
     def _end(self, number: int, why: str) -> None:
         each = self._processes[number]
         if not each.hangs:
-            each.hangs = why
+            place = ", in ".join(filter(None, (each.status.line, each.status.call)))
+            each.hangs = f"{why}, and was ended ({place or 'it had not called elastic()'})"
             with suppress(ProcessLookupError):
                 os.kill(each.pid, signal.SIGKILL)
 
@@ -359,16 +355,5 @@ def _is_ahead(status: RankStatus, others: Iterable[RankStatus]) -> bool:
     )
 
 
-def _place(each: _Started) -> str:
-    status = each.status
-    return ", in ".join(filter(None, (status.line, status.call))) or "it had not called elastic()"
-
-
 def _listed(numbers: Iterable[int]) -> str:
     return format_ranks([*numbers]).partition(" ")[2]
-
-
-_HEARD: Mapping[str, Callable[..., None]] = {
-    name: getattr(Launcher, f"_hear_{name}")
-    for name in ("ready", "here", "formed", "status", "suspects", "raised", "left", "over")
-}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import ctypes
+import getpass
 import importlib
 import io
 import os
@@ -18,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -150,6 +152,10 @@ class Supervisor(Protocol):
         """Answer ranks for :data:`POLL_S` seconds, or until one has something to say; ``is_ending``: they are to leave."""
         ...
 
+    def close(self) -> None:
+        """Free what it has for the ranks, which have ended."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchContext:
@@ -183,6 +189,8 @@ def run_ranks(nproc: int, device_type: str, words: Sequence[str], place: LaunchC
     """Run Python with the arguments ``words`` in ``nproc`` processes until all have ended; none is left, whatever is raised."""
     ranks: list[Rank] = []
     with ExitStack() as stack:
+        if place.supervisor is not None:
+            stack.callback(place.supervisor.close)
         note = stack.enter_context(_reaper()) if place.own_sessions else None
         stack.callback(_kill, ranks)
 
@@ -243,6 +251,9 @@ def _environment(place: Mapping[str, object], device_type: str) -> dict[str, str
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # c10d's stack traces would bury the one line that says why
     if device_type == "cpu":
         environment.setdefault("OMP_NUM_THREADS", "1")
+    if "TMPDIR" in place:  # what is compiled outlives the processes
+        folder = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     stay_on_loopback(environment)
     return environment | {name: str(value) for name, value in place.items()}
 

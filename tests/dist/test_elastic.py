@@ -317,6 +317,8 @@ def test_a_malformed_message_is_named_and_ignored(tmp_path: Path, capsys: pytest
         for text in (b"{not json", b"5", b'["generation", {}]', b'["here"]', b'["ready", 1, 2]'):
             link.send(text)
             deciding.pause(False)
+    deciding.started(0, os.getpid())
+    deciding.close()
     assert capsys.readouterr().err.count("shardwise: ignored a malformed message of process 0 (") == 4
 
 

@@ -5,6 +5,7 @@ Sums of gradients are exact in it, so that its parameters are the same to the bi
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import json
 import os
@@ -104,10 +105,16 @@ def shard(model: Layers, kind: str) -> None:
 
 
 def draw(process: int, number: int, random_kills: dict[str, Any]) -> str | float | None:
-    """Return where this process is to be killed from its pass ``number`` on: a place, or milliseconds; None: not."""
+    """Return where this process is to be killed from its pass ``number`` on: a place, or milliseconds; None: not.
+
+    Or how it is to hang, or to be interrupted.
+    """
     noise = random.Random(f"{random_kills['seed']}/{process}/{number}")
     if process in random_kills["immune"] or noise.random() >= random_kills["rate"]:
         return None
+    others = ("stop", "spin", "sleep", "interrupt", "interrupt", "slow exit")
+    if "others" in random_kills and noise.random() < random_kills["others"]:
+        return noise.choice(others)
     return noise.choice([*PLACES, noise.uniform(0, 30), noise.uniform(0, 30)])
 
 
@@ -130,7 +137,15 @@ def train(settings: dict[str, Any]) -> None:
         def set_faults(now: int) -> None:
             for place, step in [each for each in kills if each[1] == now]:
                 kills.remove([place, step])
-                if isinstance(place, str):
+                if place in ("stop", "spin", "sleep"):
+                    note(settings, f"hung-{process}")
+                    hang(place)
+                elif place in ("interrupt", "slow exit"):
+                    if place == "slow exit":
+                        atexit.register(time.sleep, 4.0)
+                    note(settings, f"interrupted-{process}")
+                    os.kill(os.getpid(), signal.SIGINT)
+                elif isinstance(place, str):
                     stack.enter_context(faults.kill_at(place, rank=None))
                 else:
                     kill_after(place)
