@@ -205,7 +205,7 @@ class Process:
             if self.number in used and self._left < newest.number == complete:
                 break
             waits.wait_until(lambda now=(newest, complete): (self.newest, self._complete) != now, pauses_s=_POLLS_S)
-        self._phase, self.generation = "entering", replace(newest, members=used)
+        self._phase, self.generation = "entering", newest
         self.listen()
         inner = dist.FileStore(f"{self._folder}/{newest.number}", -1)  # of a folder that nobody else can open
         self._stores.append(_GenerationStore(inner, self, newest.number))

@@ -181,7 +181,8 @@ class ElasticRun:
                 each.register_forward_pre_hook(_refuse, prepend=True)
             elif isinstance(each, torch.optim.Optimizer):
                 self._earlier.add(each)
-                each.param_groups = _Earlier()
+                with suppress(AttributeError):
+                    each.param_groups = _Earlier()
         self.state, self._commits, self._untold = None, None, []
         finish_all()  # no save of a lost group is in flight, which would remove the next one's folder
         gc.collect()  # modules and their hooks refer to each other, and to groups
@@ -214,7 +215,7 @@ class ElasticRun:
             self._is_last, result = pickle.loads(base64.b64decode(saved.results[world.rank() % len(saved.results)]))
             self._untold = [] if saved.is_told else [result]
         else:
-            self.number = 0
+            self.number, self._is_last = 0, False
             if self._terms.folder is not None and list_checkpoints(Files(), self._terms.folder):
                 self.number = load(self._terms.folder, named, fallback=True).step
             self._note_loss(memory.lost_step)
@@ -241,9 +242,10 @@ class ElasticRun:
             say(f"{generation.cause}; {go_on} {after}: process{'es' * (num_ranks > 1)} {numbers}")
         if self._untold and self._terms.on_commit is not None:
             say(f"on_commit of step {self.number} was cut, and is made again")
-        if num_waiting := len(used) - num_ranks:
+        before, self._num_waiting = self._num_waiting, len(used) - num_ranks
+        if self._num_waiting not in (0, before):
             say(
-                f"{num_waiting} of {len(used)} processes wait, as num_microbatches is divisible by {num_ranks}, not by more"
+                f"{self._num_waiting} of {len(used)} processes wait: num_microbatches is divisible by {num_ranks}, not by more"
             )
 
     def _note_loss(self, lost_step: int) -> None:
