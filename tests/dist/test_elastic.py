@@ -42,7 +42,7 @@ def assert_undisturbed(folder: Path, ended: Ended) -> dict[str, Any]:
     assert not more["is_watching"], "a thread that wakes up in C++ while Python ends aborts the process"
     assert more["told"][-1] == elastic_program.NUM_STEPS
     assert len(set(more["told"])) == len(more["told"]), "on_commit has returned once for each step"
-    assert set(more["results"]) == {0.0}, "what rank 0 has returned"
+    assert set(more["results"]) == {0.0}, "what the rank of the same number has returned"
     assert len(more["worlds"]) <= elastic_program.NUM_STEPS + len(more["recoveries"]), "steps before the last were lost"
     return more
 

@@ -189,7 +189,7 @@ def train(settings: dict[str, Any]) -> None:
                 set_faults(run.number)
             if settings.get("stuck") == [process, run.number]:
                 os.read(os.pipe()[0], 1)
-            if settings.get("hangs", [0, 0])[:2] == [process, run.number]:
+            if settings.get("hangs", [])[:2] == [process, run.number]:
                 hang(settings["hangs"][2])
             if settings.get("late") == [process, run.number]:
                 while not all(Path(settings["log"], f"raised-{each}").exists() for each in settings["waiting"]):
@@ -233,7 +233,7 @@ def train(settings: dict[str, Any]) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 dist.barrier()  # the others wait here for the one that is killed
             told.append(run.number)
-            results.append(result)
+            results.append(result - dist.get_rank())
 
         def after(run: ElasticRun) -> None:
             if settings.get("kill_after") == process:
