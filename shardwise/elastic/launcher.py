@@ -129,6 +129,7 @@ class Launcher:
         self._is_over = self._is_ending = False
         self._announced_s = self._looked_s = time.monotonic()
         self._generation = Generation(1, tuple(range(terms.num_ranks)), False, "the start")
+        self._ranks: tuple[int, ...] = ()  # members of the newest generation that all have come to
 
     # ---- processes ----
 
@@ -242,6 +243,7 @@ class Launcher:
                 each.here = generation
                 members = [self._processes[other] for other in self._generation.members]
                 if all(other.here == self._generation.number for other in members):
+                    self._ranks = self._generation.members
                     for other in members:
                         other.send("complete", self._generation.number)
             case ["formed", int(generation)]:
@@ -274,8 +276,8 @@ class Launcher:
             raise RankError("too few ranks are left: all have been stopped")
 
     def _lose(self, number: int, how: str) -> bool:
-        members = self._generation.members
-        rank = f" (rank {members.index(number)} of {len(members)})" if number in members else ""
+        members, ranks = self._generation.members, self._ranks
+        rank = f" (rank {ranks.index(number)} of {len(ranks)})" if number in ranks else ""
         cause = f"process {number}{rank} {how}"
         lost = {*self._lost, number}
         left, waiting = ([each for each in group if each not in lost] for group in (members, self._waiting))
@@ -291,6 +293,8 @@ class Launcher:
         return True
 
     def _announce(self, members: Iterable[int], is_urgent: bool, cause: str) -> None:
+        if self._formed < self._generation.number > 1:  # nobody has said why that one began
+            cause = f"{self._generation.cause}, {cause}"
         self._generation = Generation(self._generation.number + 1, tuple(sorted(members)), is_urgent, cause)
         self._announced_s = time.monotonic()
         self._lost_in = self._generation.number if is_urgent else self._lost_in
@@ -312,7 +316,8 @@ class Launcher:
         late = {number: each for number, each in members.items() if each.here < self._generation.number}
         for number, each in late.items():
             each.look()
-            if self._generation.is_urgent and now - max(self._announced_s, each.idle_s) > _STUCK_S:
+            stuck_s = now - max(self._announced_s, each.idle_s)
+            if self._generation.is_urgent and stuck_s > min(_STUCK_S, limit_s or _STUCK_S):
                 self._num_stuck += not each.hangs
                 self._end(number, "waited for a lost rank where nothing can interrupt it")
         still: dict[int, RankStatus] = {}
