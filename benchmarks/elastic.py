@@ -80,8 +80,9 @@ def step(run, model, optimizer):
     time.sleep(0.02)
     if len(run.recoveries) >= 2 * int(sys.argv[2]) - 1:
         run.stop()
-def log(run, _):
-    if len(run.recoveries) % 2 == 0 and dist.get_world_size() == 1:
+def log(run, _, told=[0]):
+    if len(run.recoveries) > told[-1] and dist.get_world_size() == 1:
+        told.append(len(run.recoveries))
         held = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmRSS")]
         files = [len(found) for _, _, found in os.walk(os.path.dirname(os.environ["TMPDIR"]))]
         row = len(run.recoveries), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), held[0], sum(files)
@@ -100,9 +101,9 @@ def watch_survivor(num_losses: int, limit_s: float) -> None:
             with contextlib.suppress(AssertionError):
                 command.communicate(timeout=min(limit_s, 1e6))
             command.kill()
-        found = dict.fromkeys(rows.read_text().splitlines())
+        found = rows.read_text().splitlines()
     print("recoveries, threads, descriptors, KiB, files, descriptors of the launcher")
-    for row in [*found][:: max(1, len(found) // 40)]:
+    for row in found[:: max(1, len(found) // 40)]:
         print(row)
 
 
