@@ -10,6 +10,7 @@ import json
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -212,7 +213,9 @@ class Process:
         # Nothing interrupts gloo while it connects, to a rank that was killed after it had come: then this is how long.
         rank, size, limit = used.index(self.number), len(used), timedelta(seconds=CONNECT_S)
         store = cast(dist.Store, self._stores[-1])
+        excepthook = sys.excepthook
         dist.init_process_group(backend(), store=store, rank=rank, world_size=size, timeout=limit)
+        sys.excepthook = excepthook  # torch's adds a prefix with the rank, for each generation one
         check_peers()
         return self.generation
 

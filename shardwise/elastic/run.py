@@ -261,8 +261,8 @@ _BELONGS = (
 )
 
 
-def _refuse(module: nn.Module, _args: Any) -> None:
-    raise StateError(f"elastic: this {type(module).__name__} is of an earlier call of build(): {_BELONGS}")
+def _refuse(_module: nn.Module, _args: Any) -> None:
+    raise StateError(f"elastic: this model is of an earlier call of build(): {_BELONGS}")
 
 
 class _Earlier(list[dict[str, Any]]):

@@ -25,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType, TracebackType
@@ -103,10 +103,14 @@ _KEPT_FROM_RANKS = {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}  # a terminal 
 
 @dataclass(frozen=True, slots=True)
 class FailedRank:
-    """The rank that failed first, and its exit code: negative for the number of a signal."""
+    """The rank that failed first, and its exit code: negative for the number of a signal.
+
+    ``kind``: "process" where ranks outlive each other, so that the number of a process is not its rank.
+    """
 
     rank: int
     code: int
+    kind: str = "rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +395,8 @@ def _first_failure(
 
     ``reported``: the exit codes that count, once a signal was passed on; None: all that the others do not outlive.
     """
-    ended = [FailedRank(process.number, process.returncode) for process in ranks if process.returncode]
+    kind = "rank" if supervisor is None else "process"
+    ended = [FailedRank(process.number, process.returncode, kind) for process in ranks if process.returncode]
     if reported is None and supervisor is not None:
         ended = [each for each in ended if not supervisor.outlives(each.rank, each.code)]
     failed = ended if reported is None else [each for each in ended if each.code in reported]
@@ -413,11 +418,11 @@ def _kill(ranks: Sequence[Rank]) -> None:
 def describe(failure: FailedRank) -> str:
     """Return how a rank ended."""
     if failure.code > 0:
-        return f"rank {failure.rank} failed with exit code {failure.code}"
+        return f"{failure.kind} {failure.rank} failed with exit code {failure.code}"
     number = -failure.code
     how = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"  # a real-time signal
     how += " (often: out of memory)" if how == "SIGKILL" else ""
-    return f"rank {failure.rank} was ended by {how}"
+    return f"{failure.kind} {failure.rank} was ended by {how}"
 
 
 # ---- A user's program on the ranks of this host: they meet at a store of the launcher, as under torchrun.
@@ -488,7 +493,7 @@ class ProgramOutcome:
         failure = self.ended.failure
         if failure is None or failure.code < 0 or self.raised is None:
             return failure
-        return FailedRank(self.raised, 1)
+        return replace(failure, rank=self.raised, code=1)
 
 
 def run_program(
@@ -598,7 +603,8 @@ class _Reporter:
             trace = trace.tb_next
         text = "".join(traceback.format_exception(kind, error, trace)) if kind is not SystemExit else f"{error}\n"
         if self._call is None:
-            sys.stderr.write(f"shardwise: rank {rank} raised:\n{text}")
+            kind = "process" if "SHARDWISE_ELASTIC" in os.environ else "rank"
+            sys.stderr.write(f"shardwise: {kind} {rank} raised:\n{text}")
             return
         try:
             whole = pickle.dumps((error, text))

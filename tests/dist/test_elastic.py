@@ -338,7 +338,7 @@ def test_an_exception_ends_all_ranks(tmp_path: Path) -> None:
         ),
         (
             "old model",
-            "StateError: elastic: this Layers is of an earlier call of build(): it belongs to the ranks before",
+            "StateError: elastic: this model is of an earlier call of build(): it belongs to the ranks before",
         ),
         (
             "old scheduler",
