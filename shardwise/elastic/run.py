@@ -149,7 +149,7 @@ class ElasticRun:
             self._untold = [result]
         if self._untold:
             if self._terms.on_commit is not None:
-                self._membership.listen()
+                all_have_come(commits.group)  # all have written the step, so that it stays
                 self._terms.on_commit(self, self._untold[0])
             commits.memory.note_told()
             self._untold = []
@@ -181,7 +181,8 @@ class ElasticRun:
                 each.register_forward_pre_hook(_refuse, prepend=True)
             elif isinstance(each, torch.optim.Optimizer):
                 self._earlier.add(each)
-                with suppress(AttributeError):
+                each.register_step_pre_hook(_refuse)
+                with suppress(AttributeError, StateError):  # one that copies them
                     each.param_groups = _Earlier()
         self.state, self._commits, self._untold = None, None, []
         finish_all()  # no save of a lost group is in flight, which would remove the next one's folder
@@ -261,8 +262,9 @@ _BELONGS = (
 )
 
 
-def _refuse(_module: nn.Module, _args: Any) -> None:
-    raise StateError(f"elastic: this model is of an earlier call of build(): {_BELONGS}")
+def _refuse(of_earlier: object, *_: Any) -> None:
+    what = "model" if isinstance(of_earlier, nn.Module) else "optimizer"
+    raise StateError(f"elastic: this {what} is of an earlier call of build(): {_BELONGS}")
 
 
 class _Earlier(list[dict[str, Any]]):
