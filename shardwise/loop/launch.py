@@ -603,8 +603,8 @@ class _Reporter:
             trace = trace.tb_next
         text = "".join(traceback.format_exception(kind, error, trace)) if kind is not SystemExit else f"{error}\n"
         if self._call is None:
-            kind = "process" if "SHARDWISE_ELASTIC" in os.environ else "rank"
-            sys.stderr.write(f"shardwise: {kind} {rank} raised:\n{text}")
+            name = "process" if "SHARDWISE_ELASTIC" in os.environ else "rank"
+            sys.stderr.write(f"shardwise: {name} {rank} raised:\n{text}")
             return
         try:
             whole = pickle.dumps((error, text))

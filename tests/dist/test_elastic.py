@@ -68,11 +68,8 @@ def test_survivors_make_the_step_again_wherever_a_rank_was_killed(
     assert set(more["timeouts_s"]) == {120.0}, (
         "hangs are left to the launcher, and a message that was cut does not last"
     )
-    step = more["worlds"].index(3)
-    assert (
-        f"shardwise: process 0 (rank 0 of 4) was ended by SIGKILL; 3 ranks go on after step {step}: processes 1, 2, 3"
-        in (ended.err)
-    )
+    cause = "shardwise: process 0 (rank 0 of 4) was ended by SIGKILL"
+    assert f"{cause}; 3 ranks go on after step 3: processes 1, 2, 3" in ended.err
 
 
 @pytest.mark.parametrize(
