@@ -19,6 +19,7 @@ import torch.distributed as dist
 from helpers import elastic_program, elastic_same_bits
 from helpers.commands import COMMAND, Ended
 from helpers.forked_commands import run_forked
+from helpers.snippets import ROOT, read
 
 import shardwise
 from shardwise import ConfigError, StateError
@@ -380,6 +381,22 @@ def test_a_program_that_this_launcher_has_not_started_is_told_how_to(monkeypatch
         shardwise.elastic(dict[str, Any], print, num_steps=1)
     with pytest.raises(ConfigError, match="num_steps is -1 and num_microbatches 0"):
         shardwise.elastic(dict[str, Any], print, num_steps=-1, num_microbatches=0)
+
+
+def test_the_script_of_the_page_runs_and_a_kill_costs_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = next(each.text for each in read(ROOT / "docs" / "elastic.md") if each.language == "python")
+    line = "    ranks = dist.get_world_size()\n"
+    hurt = f"{line}    if run.number == 5 and ranks == 3 and dist.get_rank() == 1:\n        __import__('os').abort()\n"
+    (tmp_path / "train.py").write_text(text.replace(line, hurt, 1))
+    monkeypatch.chdir(tmp_path)
+    ended = run_forked([*RUN, "-n", "3", "train.py"], TMPDIR=str(tmp_path))
+    assert ended.code == 0, ended.err
+    lines = ended.out.splitlines()
+    assert [each.split(":")[0] for each in lines] == [f"step {number}" for number in range(1, 31)]
+    assert [each.split(" on ")[1] for each in lines] == ["3 ranks"] * 5 + ["2 ranks"] * 25
+    losses = [float(each.split("loss ")[1].split()[0]) for each in lines]
+    assert losses[-1] < losses[0]
+    assert [each.step for each in list_checkpoints(Files(), tmp_path / "checkpoints")] == [10, 20, 30]
 
 
 @pytest.mark.parametrize(
