@@ -346,7 +346,7 @@ class Launcher:
         each = self._processes[number]
         if not each.hangs:
             place = ", in ".join(filter(None, (each.status.line, each.status.call)))
-            each.hangs = f"{why}, and was ended ({place or 'it had not called elastic()'})"
+            each.hangs = f"{why}, and was ended (last seen at {place})" if place else f"{why}, and was ended"
             with suppress(ProcessLookupError):
                 os.kill(each.pid, signal.SIGKILL)
 

@@ -59,10 +59,6 @@ class Membership(Protocol):
         """Note that all ranks of the generation have entered it."""
         ...
 
-    def listen(self) -> None:
-        """Interrupt waits of the main thread from here on, once a rank is lost."""
-        ...
-
     def newest_number(self) -> int:
         """Return the number of the newest generation that is announced."""
         ...

@@ -207,7 +207,7 @@ class Process:
                 break
             waits.wait_until(lambda now=(newest, complete): (self.newest, self._complete) != now, pauses_s=_POLLS_S)
         self._phase, self.generation = "entering", newest
-        self.listen()
+        waits.listen(lambda: self.refuse(newest.number))
         inner = dist.FileStore(f"{self._folder}/{newest.number}", -1)  # of a folder that nobody else can open
         self._stores.append(_GenerationStore(inner, self, newest.number))
         # Nothing interrupts gloo while it connects, to a rank that was killed after it had come: then this is how long.
@@ -223,11 +223,6 @@ class Process:
         """Do as :class:`Membership` says."""
         self._phase, self._left = "", cast(Generation, self.generation).number
         self._send("formed", self._left)
-
-    def listen(self) -> None:
-        """Interrupt polls of the main thread, too."""
-        number = cast(Generation, self.generation).number
-        waits.listen(lambda: self.refuse(number))
 
     def leave(self) -> None:
         """Leave the generation.

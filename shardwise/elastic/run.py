@@ -232,7 +232,6 @@ class ElasticRun:
             self.recoveries.append(Recovery(self.number, world.size(), generation.cause, seconds))
         if not world.rank():
             self._say(generation)
-        membership.listen()
 
     def _say(self, generation: Generation) -> None:
         used, num_ranks = generation.members, dist.get_world_size()
