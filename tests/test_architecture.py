@@ -229,6 +229,7 @@ MANY_PARAMETERS = {
     "fsdp/api.py:fully_shard",
     "fsdp/api.py:replicate",
     "fsdp/shard_model.py:shard_model",
+    "elastic/run.py:elastic",
     "zero/optimizer.py:__init__",
     "checkpoint/save.py:save",
     "testing/pool.py:attempt",
@@ -274,6 +275,9 @@ ONE_IDEA = {
     "fsdp/engine.py:Engine": "it says when: the values to which it says so",
     "fsdp/execution_order.py:ExecOrderTracker": "one step beside its plan",
     "fsdp/divergence.py:Divergence": "what a rank owes the others in one pass",
+    "elastic/launcher.py:Launcher": "the processes of a run, and which of them are its ranks",
+    "elastic/process.py:Process": "this process between two generations: both of its threads need all of it",
+    "elastic/run.py:ElasticRun": "how far a run has come, and what its functions get",
 }
 MOST_ATTRIBUTES = 10
 
