@@ -202,7 +202,8 @@ def train(settings: dict[str, Any]) -> None:
                 old[0](batch_of(run.number))
             if mistake == "old scheduler" and run.recoveries:
                 old[1].step()
-            old[:] = old or [state["model"], state["scheduler"]]
+            if mistake is not None and not old:
+                old.extend([state["model"], state["scheduler"]])
             if run.number >= 1 and settings.get("slow_ms"):
                 time.sleep(settings["slow_ms"] / 1000)
             rank, size = dist.get_rank(), dist.get_world_size()
