@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise import torch_private
 from shardwise.arguments import explains_arguments
 from shardwise.checkpoint.contents import Windows, merged
 from shardwise.checkpoint.files import Files, list_checkpoints
@@ -104,6 +105,7 @@ class ElasticRun:
         self._membership = _open_membership()
         self._commits: _Commits | None = None
         self._earlier: weakref.WeakSet[Any] = weakref.WeakSet()  # modules and optimizers of lost ranks
+        self._kept: list[dist.ProcessGroup] = []  # those of ranks before a loss whose models the program keeps
         self._untold: list[Any] = []  # what on_commit is to get, if it is to be called
         self._is_last = False
         self._num_waiting = 0
@@ -175,18 +177,23 @@ class ElasticRun:
         with suppress(RuntimeError):
             if self._commits is not None:  # what has come may be needed
                 self._commits.memory.receive(may_wait=False)
-        for each in _named(self.state).values() if self.state is not None else ():
+        named = {} if self.state is None else _named(self.state)
+        found = weakref.WeakSet(each for each in named.values() if isinstance(each, nn.Module | torch.optim.Optimizer))
+        for each in found:
             if isinstance(each, nn.Module):
-                self._earlier.add(each)
                 each.register_forward_pre_hook(_refuse, prepend=True)
-            elif isinstance(each, torch.optim.Optimizer):
-                self._earlier.add(each)
+            else:
                 each.register_step_pre_hook(_refuse)
                 with suppress(AttributeError, StateError):  # one that copies them
                     each.param_groups = _Earlier()
-        self.state, self._commits, self._untold = None, None, []
+        each = named = self.state = self._commits = None
+        self._untold = []
         finish_all()  # no save of a lost group is in flight, which would remove the next one's folder
         gc.collect()  # modules and their hooks refer to each other, and to groups
+        self._earlier.update(found)
+        if len(found):
+            # DDP's reducer ends its group while it holds the GIL, which a thread of the group may need to end.
+            self._kept += torch_private.all_groups()
         self._membership.leave()
 
     def _begin(self) -> None:
