@@ -320,26 +320,28 @@ class Launcher:
             if self._generation.is_urgent and stuck_s > min(_STUCK_S, limit_s or _STUCK_S):
                 self._num_stuck += not each.hangs
                 self._end(number, "waited for a lost rank where nothing can interrupt it")
-        still: dict[int, RankStatus] = {}
+        still, silent = dict[int, RankStatus](), set[int]()
         for rank, (number, each) in enumerate(members.items()):
             if not each.is_ready:  # it may compute for long before it calls elastic()
                 each.told_s = max(each.told_s, each.idle_s)
-            is_deaf = now - each.told_s > limit_s or (number in late and self._generation.is_urgent)
+            if now - each.told_s > limit_s or (number in late and self._generation.is_urgent):
+                silent.add(number)
             still_s = each.status.still_s + now - each.told_s
-            waits_for = "" if is_deaf else each.status.waits_for
+            waits_for = "" if number in silent else each.status.waits_for
             still[number] = replace(each.status, rank=rank, still_s=still_s, waits_for=waits_for)
-        waiting = {number for number, each in still.items() if each.waits_for or _is_ahead(each, still.values())}
-        if not limit_s or not waiting or min(each.still_s for each in still.values()) <= limit_s:
+        if not limit_s or min([now - self._announced_s, *(each.still_s for each in still.values())]) <= limit_s:
             return
-        if now - self._announced_s <= limit_s:
-            return
-        if len(waiting) == len(members) > 1:
+        # One that waits inside of C++, as in DDP's backward, does not say so, but has begun more than the awaited one.
+        idle = {number: each for number, each in still.items() if not each.waits_for}
+        ended = {number for number, each in idle.items() if number in silent or not _is_ahead(each, idle.values())}
+        ended = ended or set(idle)
+        if not ended and len(members) > 1:
             where = statuses_in_words([*still.values()])
             raise RankError(
                 f"no rank made progress for {limit_s:g} s (--hang-after), and all wait: {where}. Does step() catch an "
                 "exception of one rank, or do ranks make other calls?"
             )
-        for number in set(members) - waiting:
+        for number in ended if len(ended) < len(members) else ():  # else none waits
             self._end(number, f"made no progress for {limit_s:g} s while others waited")
 
     def _end(self, number: int, why: str) -> None:
