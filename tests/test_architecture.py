@@ -211,8 +211,9 @@ def test_public_names_have_docstrings() -> None:
 @of_each([p for p in FILES if owner(p) not in ("cli", "testing", "recipes", "loop")])
 def test_no_environment_reads_outside_the_edges(path: Path) -> None:
     # The process group that a launcher describes is joined in the first, the switch of checks is read in the second.
-    # What the launcher of an elastic run tells a rank is read in the third; of which rank a process is, in the fourth.
-    if path.relative_to(ROOT).as_posix() in ("fsdp/api.py", "checks/root.py", "elastic/run.py", "prove/bootstrap.py"):
+    # What the launcher of an elastic run tells a rank is read in the next two; of which rank a process is, in the last.
+    edges = ("fsdp/api.py", "checks/root.py", "elastic/run.py", "elastic/torchrun.py", "prove/bootstrap.py")
+    if path.relative_to(ROOT).as_posix() in edges:
         return
     assert "os.environ" not in path.read_text()
     assert "getenv" not in path.read_text()
@@ -333,10 +334,10 @@ BUDGETS = {
     "planner": 1457,  # issue 48: 65 for what a rank measures, blocks that keep activations, and your optimizer's state
     "optim": 1704,
     "zero": 1050,
-    "cli": 1412,  # of which 48 and 49 about 160, 59 and 60 about 65
+    "cli": 1428,  # of which 48 and 49 about 160, 59 and 60 about 65
     "(top)": 1320,  # with testing 1500, of which reference.py is 177
     "transaction": 467,
-    "elastic": 900,  # issue 61
+    "elastic": 1150,  # issue 61, of which under torchrun 234
     "reproducible": 510,  # issue 49
     "loop": 665,  # issue 61: what a launcher asks of a supervisor
     "testing": 376,

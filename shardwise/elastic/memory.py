@@ -54,7 +54,7 @@ class CommitMark:
 
 @dataclass(slots=True)
 class _MemoryFile:
-    """One rank's part of a set."""
+    """One rank's part of a set; ``fd``: -1 if it is on another host."""
 
     fd: int
     mapping: mmap.mmap | None = None
@@ -103,11 +103,18 @@ class _MemoryFile:
 
     def describe(self) -> list[Any] | None:
         """Return the description, None if the file is not whole."""
-        is_whole, begin, length = _MARK.unpack(os.pread(self.fd, _MARK.size, 0) or bytes(_MARK.size))
+        if not self.num_bytes:
+            return None
+        is_whole, begin, length = _MARK.unpack(os.pread(self.fd, _MARK.size, 0))
         if not is_whole:
             return None
         (is_told,) = _TOLD.unpack(os.pread(self.fd, _TOLD.size, _MARK.size))
         return [*json.loads(os.pread(self.fd, length, begin)), is_told]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return os.fstat(self.fd).st_size if self.fd >= 0 else 0
 
     def read(self) -> torch.Tensor:
         """Return the memory."""
@@ -211,18 +218,20 @@ class StateMemory:
     @property
     def num_bytes(self) -> int:
         """Bytes of both sets on this host."""
-        return sum(os.fstat(file.fd).st_size for each in self._sets for file in each)
+        return sum(file.num_bytes for each in self._sets for file in each)
 
     def write(self, moment: CommitMark, writes: Sequence[Write], contents: Contents, result: str) -> None:
         """Write this rank's part over the older set; every rank must have written and received its parts of the newer one.
 
         ``result``: what on_commit is to get.
         """
+        if self._is_first and self.num_hosts > 1:
+            self.note_told(by_all=True)
         number, rank = 1 - self._newest, self._group.rank()
         files = self._sets[number]
         part = files[rank].write(moment, writes, contents, result)
         for other, file in enumerate(files) if self._is_first else ():
-            if other not in self._kept:
+            if other not in self._kept and file.num_bytes:
                 os.ftruncate(file.fd, 0)  # of a rank that is lost, or now on another host
         self._newest = number
         if self.num_hosts > 1:
@@ -234,12 +243,12 @@ class StateMemory:
             coming = torch.empty(sum(takes), dtype=torch.uint8, device="cpu")
             self._coming = begin_exchange(coming, part, takes, sends, self._group), files, coming.split(takes)
 
-    def note_told(self) -> None:
-        """Note that on_commit has returned on this rank, for the newest step."""
-        for file in self._sets[self._newest][
-            self._group.rank() :: self._group.size()
-        ]:  # fewer ranks than have written it
-            os.pwrite(file.fd, _TOLD.pack(1), _MARK.size)
+    def note_told(self, by_all: bool = False) -> None:
+        """Note that on_commit has returned for the newest step on this rank, or on all: then also in copies of other hosts."""
+        files = self._sets[self._newest]
+        for file in files if by_all else files[self._group.rank() :: self._group.size()]:  # fewer than have written it
+            if file.num_bytes:
+                os.pwrite(file.fd, _TOLD.pack(1), _MARK.size)
 
     def receive(self, may_wait: bool = True) -> None:
         """Write the parts of another host's ranks that are to come; all of them, or none if that needs a wait."""
@@ -267,7 +276,8 @@ class StateMemory:
         self.lost_step = 0 if whole else max((key[0].step for key in found), default=0)
         if not whole:
             return None
-        moment, self._newest = newest = max(whole, key=lambda each: (each[0].step, each[0].generation))
+        # A host that was away may have later steps of an earlier generation, which the others have given up.
+        moment, self._newest = newest = max(whole, key=lambda each: (each[0].generation, each[0].step))
         holders = [found[newest][rank] for rank in range(moment.num_ranks)]
         return SavedState(moment, self._sets[self._newest][: moment.num_ranks], holders)
 

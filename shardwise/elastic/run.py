@@ -32,6 +32,7 @@ from shardwise.consistency.process_groups import all_have_come, gather_objects, 
 from shardwise.elastic.membership import BUILD_S, VARIABLE, Generation, Membership, set_timeouts
 from shardwise.elastic.memory import CommitMark, StateMemory
 from shardwise.elastic.process import Process
+from shardwise.elastic.torchrun import RestartedRanks
 from shardwise.errors import ConfigError, StateError
 from shardwise.observe import note
 from shardwise.torch_private import is_gloo
@@ -292,10 +293,14 @@ def say(text: str) -> None:
 def _open_membership() -> Membership:
     told = os.environ.get(VARIABLE)
     if told is None:
-        raise StateError(
-            "elastic: this process was not started by shardwise run --elastic -n N SCRIPT. Other launchers (torchrun) end all "
-            "ranks when one is lost, so that none could go on"
-        )
+        if not RestartedRanks.are_here():
+            raise StateError(
+                "elastic: no launcher that outlives its ranks has started this process. Start it with: shardwise run --elastic "
+                "-n N SCRIPT, on several hosts with: torchrun --max-restarts K ... SCRIPT, or by Ray Train"
+            )
+        return RestartedRanks()
+    if dist.is_initialized():
+        raise StateError("elastic: a default process group exists; do not make one, elastic makes one after each loss")
     if not told:
         raise StateError("elastic: this process has made an elastic run; a program makes one. Make further steps of it")
     os.environ[VARIABLE] = ""
@@ -341,7 +346,8 @@ def elastic(
 ) -> ElasticRun:
     """Make ``num_steps`` steps on ranks that may be killed and may join: the others go on, without reading a file.
 
-    Run the program with ``shardwise run --elastic``.  After a loss, ranks make a new default process group, call ``build``
+    Run the program with ``shardwise run --elastic``, whose survivors stay alive, or with torchrun or Ray Train, which start all
+    ranks again.  After a loss, ranks make a new default process group, call ``build``
     again, take the state after the newest step that all had ended from the launcher's memory, and call ``step`` again, whatever
     their number now is.  What raises in one of the functions because a rank was lost is caught, wherever it was raised.
 
@@ -356,7 +362,7 @@ def elastic(
         folder: of checkpoints.  The newest that verifies is where a run begins that has no state in memory.
 
     Returns: the run.  From then on a lost rank ends it.
-    Raises: StateError unless ``shardwise run --elastic`` has started this process, or if a default process group exists.
+    Raises: StateError unless one of them has started this process.  ``shardwise run``: or if a default process group exists.
 
     Example:
         >>> def step(run, model, optimizer):  # doctest: +SKIP
@@ -367,8 +373,6 @@ def elastic(
         ...     return loss.item()
         >>> shardwise.elastic(build, step, num_steps=1000, on_commit=log)  # doctest: +SKIP
     """
-    if dist.is_initialized():
-        raise StateError("elastic: a default process group exists; do not make one, elastic makes one after each loss")
     if num_steps < 0 or (num_microbatches is not None and num_microbatches < 1):
         raise ConfigError(
             f"elastic: num_steps is {num_steps} and num_microbatches {num_microbatches}, expected 0 or more, and 1 or more"

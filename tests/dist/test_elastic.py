@@ -374,7 +374,7 @@ def test_keys_of_a_generation_can_be_deleted() -> None:
 
 
 def test_a_program_that_this_launcher_has_not_started_is_told_how_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StateError, match="was not started by shardwise run --elastic"):
+    with pytest.raises(StateError, match="no launcher that outlives its ranks has started this process"):
         shardwise.elastic(dict[str, Any], print, num_steps=1)
     monkeypatch.setenv("SHARDWISE_ELASTIC", "")
     with pytest.raises(StateError, match="this process has made an elastic run"):
