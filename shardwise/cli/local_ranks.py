@@ -298,7 +298,8 @@ def _torchrun_words(arguments: argparse.Namespace, nproc: int, words: Sequence[s
     restarts: int = arguments.max_restarts
     if arguments.elastic and ":" not in hosts:
         hosts, restarts = f"1:{hosts}", restarts or _HOSTS_RESTARTS
-    command = ["torchrun", "--nnodes", hosts, "--nproc-per-node", str(nproc)]
+    command = ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"] * bool(arguments.elastic)
+    command += ["torchrun", "--nnodes", hosts, "--nproc-per-node", str(nproc)]
     command += ["--max-restarts", str(restarts)] if restarts else []
     endpoint = arguments.rdzv_endpoint or "FIRST_HOST:29400"
     return [*command, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *["-m"] * arguments.module, *words]

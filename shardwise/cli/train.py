@@ -71,6 +71,7 @@ from shardwise.recipes.config import (
 )
 from shardwise.recipes.data import open_vocabulary
 from shardwise.recipes.run_folder import (
+    CONFIG,
     Restart,
     Start,
     check_start,
@@ -429,7 +430,11 @@ _REFUSING_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EA
 
 def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, str]) -> int:
     """Train as one rank; return 0, or 128 plus the signal on which it saved and left; a failure ends this process at once."""
-    from shardwise.recipes.train import train, train_elastic  # need the packages that run_train has looked for
+    from shardwise.recipes.train import (
+        listen_to_nobody,
+        train,
+        train_elastic,
+    )  # need the packages that run_train has looked for
 
     warnings.filterwarnings("ignore", module=r"torch\.")
     logging.disable(logging.ERROR)  # torch logs tracebacks of failures that are reported below, once
@@ -443,9 +448,12 @@ def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, 
     claim: Callable[[], bool] = lambda: environment.get("RANK", "0") == "0"  # noqa: E731  replaced below
     try:
         device = _choose_own_device(device_type, environment)
-        if VARIABLE in environment:
-            claim = lambda: cast(Any, default_store()).add(_CLAIM, 1) == 1  # noqa: E731
-            number = train_elastic(request.start, request.config, device, partial(stop_on_signals, False))
+        if request.terms.num_spares is not None:
+            is_ours = VARIABLE in environment
+            claim = lambda: not is_ours or cast(Any, default_store()).add(_CLAIM, 1) == 1  # noqa: E731
+            # Another launcher ends ranks by SIGTERM also to start more of them: no rank saves, the state is in memory.
+            listening = partial(stop_on_signals, False) if is_ours else listen_to_nobody
+            number = train_elastic(request.start, request.config, device, listening)
             dist.destroy_process_group()
             return 128 + number if number else 0
         place = _meet(request, environment)
@@ -595,6 +603,8 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
         if LAUNCHER_VARIABLE not in os.environ:  # else our own launcher has looked
             local = int(os.environ.get("LOCAL_WORLD_SIZE", request.launched_ranks))
             _check_memory(request, device_type, request.launched_ranks, local)
+            if request.terms.num_spares is not None:
+                _check_restarted(request)
         return run_rank(request, device_type, os.environ)
     if request.config.model_from is not None:
         from shardwise.recipes.sharding import check_module
@@ -631,7 +641,16 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
 
 
 def _run_elastic(request: TrainRequest, num_spares: int, nproc: int, words: Sequence[str]) -> int:
-    config, start, terms = request.config, request.start, request.terms
+    start, terms = request.start, request.terms
+    _check_elastic(request)
+    if start.resume is None:
+        words = [*words, "--out", str(new_folder(start.out).absolute())]
+    members = ElasticTerms(nproc, num_spares, terms.max_restarts, terms.min_nproc or 1, terms.hang_s)
+    return launch_elastic(members, words, terms.leave_s)
+
+
+def _check_elastic(request: TrainRequest) -> None:
+    config, start = request.config, request.start
     others = {
         "--trace": start.trace_steps,
         "--record-digests": start.record_digests,
@@ -641,10 +660,19 @@ def _run_elastic(request: TrainRequest, num_spares: int, nproc: int, words: Sequ
         "--shard hsdp": config.shard == "hsdp",
     }
     refuse_beside("--elastic", {name: value and "it needs the ranks of the start" for name, value in others.items()})
-    if start.resume is None:
-        words = [*words, "--out", str(new_folder(start.out).absolute())]
-    members = ElasticTerms(nproc, num_spares, terms.max_restarts, terms.min_nproc or 1, terms.hang_s)
-    return launch_elastic(members, words, terms.leave_s)
+
+
+def _check_restarted(request: TrainRequest) -> None:
+    """Check what ``--elastic`` needs under another launcher, whose next start, or job, goes on in the same folder."""
+    start, terms = request.start, request.terms
+    _check_elastic(request)
+    if terms.num_spares or terms.min_nproc is not None:
+        raise ConfigError("--spares and --min-nproc are for ranks of this command; torchrun has --nnodes MIN:MAX.")
+    folder = start.resume or start.out
+    if folder is None:
+        raise ConfigError("--elastic under torchrun: name the run's folder, in which a restart goes on, with --out.")
+    if (folder / CONFIG).exists():
+        merge_resumed(read_run_config(folder), request.config, folder)
 
 
 def _check_memory(request: TrainRequest, device_type: str, num_ranks: int, local_ranks: int) -> None:
