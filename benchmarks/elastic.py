@@ -1,8 +1,10 @@
-"""Kills of ranks at random moments, and what a recovery and the mirroring of state cost.
+"""Losses of ranks at random moments, and what a recovery and the mirroring of state cost.
 
-``python benchmarks/elastic.py kills [--kills 300] [--seed 0]``: runs of 2, 3 and 4 ranks whose processes are killed at random
-places and moments, with and without processes that replace them, until so many were killed.  Each run must end with the
-parameters of one process, to the bit.
+``python benchmarks/elastic.py kills [--kills 300] [--seed 0] [--limit-s S]``: runs of 2, 3 and 4 ranks whose processes are
+killed, stopped, made to spin or sleep, or interrupted, some with a slow exit, at random places and moments, with and without
+processes that replace them, until so many were lost.  Each run must end with the parameters of one process, to the bit.
+
+``python benchmarks/elastic.py flat [--kills 200]``: threads, descriptors and memory of a survivor over so many losses.
 
 ``python benchmarks/elastic.py times [--repeats 9]``: from a kill to the end of the next step at 4 ranks, beside a restart from
 disk.
@@ -14,12 +16,14 @@ second step follows none.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -28,24 +32,79 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from chaos.elastic import run_elastic  # noqa: E402
+from chaos.elastic import RUN, run_elastic  # noqa: E402
+from helpers.forked_commands import start_forked  # noqa: E402
 
 
-def kill(num_kills: int, seed: int) -> int:
-    """Make runs until ``num_kills`` processes were killed; print a line for each; return 1 if one is wrong."""
+def kill(num_kills: int, seed: int, limit_s: float) -> int:
+    """Make runs until ``num_kills`` processes are lost, or for ``limit_s``; print a line each; return 1 if one is wrong."""
+    end_s = time.monotonic() + limit_s
     noise, killed, runs, num_wrong, steps = random.Random(seed), Counter[str](), 0, 0, 0
     seconds: list[float] = []
-    while killed.total() < num_kills:
+    hung = 0
+    while killed.total() < num_kills and time.monotonic() < end_s:
         found = run_elastic(noise)
         killed[f"{found.num_ranks} ranks, {'replaced' if found.is_replaced else 'not replaced'}"] += found.num_dead
         runs, num_wrong, steps = runs + 1, num_wrong + (not found.is_right), steps + found.num_steps
         seconds += found.recoveries_s
+        hung += found.num_hung
         print(f"{'right' if found.is_right else 'WRONG'}: {found.text}", flush=True)
         if not found.is_right:
             print(found.details, flush=True)
-    print(f"{killed.total()} kills in {runs} runs of {steps} steps, {num_wrong} wrong: {dict(killed)}")
+    print(
+        f"{killed.total()} losses, {hung} of them hung, in {runs} runs of {steps} steps, {num_wrong} wrong: {dict(killed)}"
+    )
     print(f"from a notice until the state was loaded, {len(seconds)} times: {[round(each, 3) for each in seconds]} s")
     return int(num_wrong > 0)
+
+
+# ---- What a survivor has, loss after loss.
+
+MORTAL = """
+import os, signal, sys, time
+import torch, torch.distributed as dist, shardwise
+from torch import nn
+me, path = int(os.environ["RANK"]), sys.argv[1]
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    for block in (*model, model):
+        shardwise.fully_shard(block)
+    return model, torch.optim.AdamW(model.parameters())
+def step(run, model, optimizer):
+    model(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if dist.get_world_size() == 2 and me:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.02)
+    if len(run.recoveries) >= 2 * int(sys.argv[2]) - 1:
+        run.stop()
+def log(run, _, told=[0]):
+    if len(run.recoveries) > told[-1] and dist.get_world_size() == 1:
+        told.append(len(run.recoveries))
+        held = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmRSS")]
+        files = [len(found) for _, _, found in os.walk(os.path.dirname(os.environ["TMPDIR"]))]
+        row = len(run.recoveries), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), held[0], sum(files)
+        print(*row, len(os.listdir(f"/proc/{os.getppid()}/fd")), flush=True, file=open(path, "a"))
+shardwise.elastic(build, step, num_steps=10**6, on_commit=log)
+"""
+
+
+def watch_survivor(num_losses: int, limit_s: float) -> None:
+    """Print threads, descriptors, KiB and files of a survivor, and descriptors of its launcher, after each loss."""
+    with tempfile.TemporaryDirectory() as folder:
+        program, rows = Path(folder, "program.py"), Path(folder, "rows")
+        program.write_text(MORTAL)
+        words = [*RUN, "-n", "2", "--max-restarts", str(num_losses), str(program), str(rows), str(num_losses)]
+        with start_forked(words, {"TMPDIR": folder}) as command:
+            with contextlib.suppress(AssertionError):
+                command.communicate(timeout=min(limit_s, 1e6))
+            command.kill()
+        found = rows.read_text().splitlines()
+    print("recoveries, threads, descriptors, KiB, files, descriptors of the launcher")
+    for row in found[:: max(1, len(found) // 40)]:
+        print(row)
 
 
 # ---- Times, in processes that begin as a user's do.
@@ -77,13 +136,12 @@ def one(number, model, optimizer):
     if not rank:
         open(f"{folder}/ends", "a").write(f"{number} {time.monotonic()!r} {size}\\n")
 if how == "elastic":
-    run = shardwise.elastic(build, num_steps=num_steps)
     ends = []
-    for step in run:
-        with step as (model, optimizer):
-            for _ in range(2 if kill_at < 0 else 1):  # the second follows no copy
-                one(step.number, model, optimizer)
-                ends.append(time.monotonic())
+    def step(run, model, optimizer):
+        for _ in range(2 if kill_at < 0 else 1):  # the second follows no copy
+            one(run.number, model, optimizer)
+            ends.append(time.monotonic())
+    run = shardwise.elastic(build, step, num_steps=num_steps)
     if not dist.get_rank():
         parts = [dict(each.seconds) for each in run.recoveries]
         open(f"{folder}/found", "w").write(json.dumps([parts, ends, run.num_bytes]))
@@ -153,8 +211,9 @@ def time_copies(num_ranks: int, rows: int, num_steps: int) -> None:
 def main() -> None:
     """Read the arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("kills", "times", "cost"))
+    parser.add_argument("what", choices=("kills", "flat", "times", "cost"))
     parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--limit-s", type=float, default=float("inf"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--ranks", type=int, default=4)
@@ -162,7 +221,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     arguments = parser.parse_args()
     if arguments.what == "kills":
-        sys.exit(kill(arguments.kills, arguments.seed))
+        sys.exit(kill(arguments.kills, arguments.seed, arguments.limit_s))
+    elif arguments.what == "flat":
+        watch_survivor(arguments.kills, arguments.limit_s)
     elif arguments.what == "times":
         time_all(arguments.repeats)
     else:

@@ -211,8 +211,9 @@ def test_public_names_have_docstrings() -> None:
 @of_each([p for p in FILES if owner(p) not in ("cli", "testing", "recipes", "loop")])
 def test_no_environment_reads_outside_the_edges(path: Path) -> None:
     # The process group that a launcher describes is joined in the first, the switch of checks is read in the second.
-    # What the launcher of an elastic run tells a rank is read in the third; of which rank a process is, in the fourth.
-    if path.relative_to(ROOT).as_posix() in ("fsdp/api.py", "checks/root.py", "elastic/run.py", "prove/bootstrap.py"):
+    # What the launcher of an elastic run tells a rank is read in the next two; of which rank a process is, in the last.
+    edges = ("fsdp/api.py", "checks/root.py", "elastic/run.py", "elastic/torchrun.py", "prove/bootstrap.py")
+    if path.relative_to(ROOT).as_posix() in edges:
         return
     assert "os.environ" not in path.read_text()
     assert "getenv" not in path.read_text()
@@ -229,6 +230,7 @@ MANY_PARAMETERS = {
     "fsdp/api.py:fully_shard",
     "fsdp/api.py:replicate",
     "fsdp/shard_model.py:shard_model",
+    "elastic/run.py:elastic",
     "zero/optimizer.py:__init__",
     "checkpoint/save.py:save",
     "publish/publisher.py:__init__",
@@ -275,6 +277,9 @@ ONE_IDEA = {
     "fsdp/engine.py:Engine": "it says when: the values to which it says so",
     "fsdp/execution_order.py:ExecOrderTracker": "one step beside its plan",
     "fsdp/divergence.py:Divergence": "what a rank owes the others in one pass",
+    "elastic/launcher.py:Launcher": "the processes of a run, and which of them are its ranks",
+    "elastic/process.py:Process": "this process between two generations: both of its threads need all of it",
+    "elastic/run.py:ElasticRun": "how far a run has come, and what its functions get",
 }
 MOST_ATTRIBUTES = 10
 
@@ -322,7 +327,7 @@ def test_files_and_functions_are_short() -> None:
 
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
-    "fsdp": 5925,  # with plan and checks 6660, of which issue 57 about 240
+    "fsdp": 5860,  # with plan and checks 6660, of which issue 57 about 240
     "collectives": 2650,  # of 2800
     "checkpoint": 2470,  # with transaction 2900; issue 62: the removal of one version
     "publish": 564,  # issue 62, which allows 650 with sleep
@@ -331,12 +336,12 @@ BUDGETS = {
     "planner": 1457,  # issue 48: 65 for what a rank measures, blocks that keep activations, and your optimizer's state
     "optim": 1704,
     "zero": 1050,
-    "cli": 1406,  # of which 48 and 49 about 160, 59 and 60 about 65
-    "(top)": 1321,  # with testing 1500, of which reference.py is 177
-    "transaction": 467,
-    "elastic": 705,  # issue 49, part 2: on one host 521, several hosts 190
+    "cli": 1428,  # of which 48 and 49 about 160, 59 and 60 about 65
+    "(top)": 1322,  # with testing 1500, of which reference.py is 177
+    "transaction": 468,
+    "elastic": 1150,  # issue 61, of which under torchrun 234
     "reproducible": 510,  # issue 49
-    "loop": 650,
+    "loop": 665,  # issue 61: what a launcher asks of a supervisor
     "testing": 376,
     "plan": 350,
     "data": 450,  # issue 60

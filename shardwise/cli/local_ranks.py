@@ -18,7 +18,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-import torch.distributed as dist
 
 from shardwise.cli import (
     ATTEMPT_VARIABLE,
@@ -30,12 +29,11 @@ from shardwise.cli import (
 )
 from shardwise.consistency.liveness import host_id
 from shardwise.consistency.recorder import BLACK_BOX, PATTERN
-from shardwise.elastic.members import ElasticTerms, meet, outliving
-from shardwise.errors import ConfigError, RankError, TransportError
+from shardwise.elastic.launcher import HANG_S, ElasticTerms, Launcher
+from shardwise.errors import ConfigError, RankError
 from shardwise.formatting import format_ranks
 from shardwise.loop.launch import (
     LEAVE_S,
-    LOOPBACK,
     Ended,
     FailedRank,
     LaunchContext,
@@ -106,13 +104,14 @@ def attempt_from(environment: Mapping[str, str]) -> Attempt | None:
 class RestartPolicy:
     """How often ranks are started again, on how few (``min_nproc`` None: always on as many as before), and ``leave_s``.
 
-    ``num_spares``: of ranks that outlive each other; None: they do not.
+    ``num_spares``: of ranks that outlive each other; None: they do not.  ``hang_s``: of :class:`ElasticTerms`.
     """
 
     max_restarts: int
     min_nproc: int | None
     leave_s: float = LEAVE_S
     num_spares: int | None = None
+    hang_s: float = HANG_S
 
 
 def launch_ranks(
@@ -151,14 +150,17 @@ def launch_ranks(
 
 def launch_elastic(terms: ElasticTerms, words: Sequence[str], leave_s: float) -> int:
     """Run the command in processes that outlive each other; return the exit code."""
-
-    def prepare(store: dist.TCPStore, place: LaunchContext) -> LaunchContext:
-        place = outliving(terms, 0, LOOPBACK, store, place)
-        return replace(place, told={**place.told, LAUNCHER_VARIABLE: os.getpid()})
-
-    program = UserProgram("module", (COMMAND[1], *words), prepare=prepare)
-    code = _run(program, terms.num_ranks, 0, leave_s)
+    program = UserProgram("module", (COMMAND[1], *words), told={LAUNCHER_VARIABLE: os.getpid()})
+    code = _run_elastic(program, terms, leave_s)
     return EXIT_FAILED if code == EXIT_FINAL else code
+
+
+def _run_elastic(program: UserProgram, terms: ElasticTerms, leave_s: float) -> int:
+    try:
+        return _run(replace(program, supervise=partial(Launcher, terms)), terms.num_ranks, 0, leave_s)
+    except RankError as error:
+        print(f"shardwise: error: {error}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def why_not(ended: Ended, terms: RestartPolicy, number: int) -> str | None:
@@ -204,6 +206,10 @@ def job_of(environment: Mapping[str, str]) -> str | None:
 # ---- ``shardwise run``: a user's own script or module on the ranks of this host.
 
 _CPU_RANKS = 2
+_HOSTS_RESTARTS = 9  # in the command for several hosts: torchrun's default of 0 outlives nothing
+HANG_HELP = (
+    f"with --elastic: end a rank without progress while others wait, after S seconds (default: {HANG_S:g}; 0: never)"
+)
 LEAVE_HELP = f"seconds to leave, after a signal and the first rank (default: {LEAVE_S:g})"
 
 
@@ -229,9 +235,8 @@ def add_run_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPars
     )
     parser.add_argument("--leave-s", type=float, default=LEAVE_S, metavar="S", help=LEAVE_HELP)
     add_elastic_arguments(parser)
-    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="with --elastic: hosts")
-    parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="of this host")
-    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where host 0 listens")
+    for name in ("--nnodes", "--node-rank", "--rdzv-endpoint"):  # torchrun's: an error says how it is called
+        parser.add_argument(name, default="1" if name == "--nnodes" else None, help=argparse.SUPPRESS)
     parser.add_argument("-m", "--module", action="store_true", help="run the module of this name in place of a script")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS", help="a script and its arguments")
 
@@ -249,6 +254,7 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--min-nproc", type=int, default=1, metavar="M", help="with --elastic: end when fewer are left (default: 1)"
     )
+    parser.add_argument("--hang-after", type=float, metavar="S", help=HANG_HELP)
 
 
 def run_run(arguments: argparse.Namespace) -> int:
@@ -262,12 +268,10 @@ def run_run(arguments: argparse.Namespace) -> int:
     if arguments.max_restarts < 0:
         raise ConfigError(f"--max-restarts is {arguments.max_restarts}, expected at least 0.")
     check_leave(arguments.leave_s)
-    if arguments.nnodes != 1 and not arguments.elastic:
-        command = ["torchrun", "--nnodes", str(arguments.nnodes), "--nproc-per-node", str(nproc)]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST_HOST:29400", *["-m"] * arguments.module, *words]
+    if arguments.nnodes != "1" or arguments.node_rank is not None or arguments.rdzv_endpoint is not None:
         raise ConfigError(
-            f"--nnodes {arguments.nnodes}: shardwise run starts the ranks of one host. Run this on every host: "
-            f"{shlex.join(command)}"
+            f"shardwise run starts the ranks of one host; for several, run this on each of them: "
+            f"{shlex.join(_torchrun_words(arguments, nproc, words))}"
         )
     if not arguments.module and not Path(words[0]).exists():
         raise ConfigError(f"{words[0]}: no such script.")
@@ -276,33 +280,36 @@ def run_run(arguments: argparse.Namespace) -> int:
         print(f"shardwise: {nproc} ranks ({where}; -n N changes it)", file=sys.stderr)
     program = UserProgram("module" if arguments.module else "script", tuple(words))
     if not arguments.elastic:
-        if arguments.spares or arguments.min_nproc != 1 or arguments.node_rank or arguments.rdzv_endpoint:
-            raise ConfigError("--spares, --min-nproc, --node-rank and --rdzv-endpoint need --elastic.")
+        if arguments.spares or arguments.min_nproc != 1 or arguments.hang_after is not None:
+            raise ConfigError("--spares, --min-nproc and --hang-after need --elastic.")
         return _run(program, nproc, arguments.max_restarts, arguments.leave_s)
-    hosts, host = arguments.nnodes, arguments.node_rank
-    if arguments.spares < 0 or not 1 <= arguments.min_nproc <= nproc * hosts:
+    if arguments.spares < 0 or not 1 <= arguments.min_nproc <= nproc:
         raise ConfigError(
-            f"--spares is {arguments.spares}, expected at least 0; --min-nproc is {arguments.min_nproc}, expected 1 to "
-            f"{nproc * hosts}."
+            f"--spares is {arguments.spares}, expected at least 0; --min-nproc is {arguments.min_nproc}, expected 1 to {nproc}."
         )
-    address, _, port = (arguments.rdzv_endpoint or f"{LOOPBACK}:0").rpartition(":")
-    if (
-        not 0 <= host < hosts
-        or not (address and port.isdigit() and int(port) < 1 << 16)
-        or (hosts > 1) != (arguments.rdzv_endpoint is not None)
-    ):
-        raise ConfigError(
-            f"--nnodes is {hosts}, --node-rank {host} and --rdzv-endpoint {arguments.rdzv_endpoint}, expected 0 to nnodes - 1, "
-            "and for several hosts an address and a port of the first one, as host0:29400"
-        )
-    terms = ElasticTerms(nproc * hosts, arguments.spares, arguments.max_restarts, arguments.min_nproc, hosts)
-    prepare = partial(outliving, terms, host, address)
-    program = replace(program, prepare=prepare, store=partial(meet, (address, int(port)), host))
-    try:
-        return _run(program, nproc, 0, arguments.leave_s)
-    except (RankError, TransportError) as error:  # it has ended on another host
-        print(f"shardwise: error: {error}", file=sys.stderr)
-        return EXIT_FAILED
+    hang_s = read_hang(arguments.hang_after)
+    terms = ElasticTerms(nproc, arguments.spares, arguments.max_restarts, arguments.min_nproc, hang_s)
+    return _run_elastic(program, terms, arguments.leave_s)
+
+
+def _torchrun_words(arguments: argparse.Namespace, nproc: int, words: Sequence[str]) -> list[str]:
+    """Return the command that starts ``words`` on several hosts."""
+    hosts: str = arguments.nnodes if arguments.nnodes != "1" else "2"
+    restarts: int = arguments.max_restarts
+    if arguments.elastic and ":" not in hosts:
+        hosts, restarts = f"1:{hosts}", restarts or _HOSTS_RESTARTS
+    command = ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"] * bool(arguments.elastic)
+    command += ["torchrun", "--nnodes", hosts, "--nproc-per-node", str(nproc)]
+    command += ["--max-restarts", str(restarts)] if restarts else []
+    endpoint = arguments.rdzv_endpoint or "FIRST_HOST:29400"
+    return [*command, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *["-m"] * arguments.module, *words]
+
+
+def read_hang(given: float | None) -> float:
+    """Return ``--hang-after``, or its default.  Raises: ConfigError unless it is a limit, or 0 for none."""
+    if given is not None and not 0 <= given < float("inf"):
+        raise ConfigError(f"--hang-after is {given}, expected 0 or more seconds.")
+    return HANG_S if given is None else given
 
 
 def check_leave(leave_s: float) -> None:

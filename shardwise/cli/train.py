@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import errno
 import importlib
 import logging
@@ -38,6 +37,7 @@ from shardwise.cli import (
     read_num_bytes,
 )
 from shardwise.cli.local_ranks import (
+    HANG_HELP,
     LEAVE_HELP,
     LEAVE_S,
     RestartPolicy,
@@ -46,15 +46,17 @@ from shardwise.cli.local_ranks import (
     job_of,
     launch_elastic,
     launch_ranks,
+    read_hang,
 )
 from shardwise.collectives.routes import TRANSPORTS
 from shardwise.collectives.streams import watch_device
 from shardwise.consistency.process_groups import check_peers
 from shardwise.consistency.store import wait_until
-from shardwise.elastic.members import VARIABLE, ElasticTerms
+from shardwise.elastic.launcher import ElasticTerms
+from shardwise.elastic.membership import VARIABLE
 from shardwise.errors import ConfigError, DesyncError, ShardwiseError, TransportError, did_you_mean
 from shardwise.formatting import format_bytes, plain
-from shardwise.loop.launch import PATIENCE_S, handled, is_lost_peer
+from shardwise.loop.launch import PATIENCE_S, end_with_parent, handled, is_lost_peer
 from shardwise.one_host import host_memory_bytes, stay_on_loopback, usable_cores
 from shardwise.recipes.config import (
     DTYPES,
@@ -69,6 +71,7 @@ from shardwise.recipes.config import (
 )
 from shardwise.recipes.data import open_vocabulary
 from shardwise.recipes.run_folder import (
+    CONFIG,
     Restart,
     Start,
     check_start,
@@ -278,6 +281,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         "--elastic", action="store_true", help="go on from memory when ranks are killed, as shardwise run --elastic"
     )
     group.add_argument("--spares", type=int, metavar="N", help="with --elastic: waiting processes (default: 0)")
+    group.add_argument("--hang-after", type=float, metavar="S", help=HANG_HELP)
     group.add_argument("--leave-s", type=float, metavar="S", help=LEAVE_HELP)
     group.add_argument(
         "--trace", type=int, metavar="STEPS", help="record every call of STEPS steps after the first, one file per rank"
@@ -353,13 +357,16 @@ def _read_terms(given: Mapping[str, Any], environment: Mapping[str, str]) -> Res
     spares, is_elastic = given.get("spares", 0), given.get("elastic", False)
     if spares < 0 or (spares and not is_elastic):
         raise ConfigError(f"--spares is {spares}, expected at least 0, together with --elastic.")
+    hang_s = read_hang(given.get("hang_after"))
+    if "hang_after" in given and not is_elastic:
+        raise ConfigError("--hang-after needs --elastic.")
     if least is not None and (least < 1 or not (most or is_elastic)):
         raise ConfigError(f"--min-nproc is {least}, expected at least 1, together with --max-restarts or --elastic.")
     if most and "RANK" in environment and LAUNCHER_VARIABLE not in environment:
         raise ConfigError("--max-restarts: these ranks were started by another launcher. Give the option to torchrun.")
     leave_s = given.get("leave_s", LEAVE_S)
     check_leave(leave_s)
-    return RestartPolicy(most, least, leave_s, spares if is_elastic else None)
+    return RestartPolicy(most, least, leave_s, spares if is_elastic else None, hang_s)
 
 
 def _restarted(start: Start, environment: Mapping[str, str]) -> Start:
@@ -419,12 +426,15 @@ def _launched_ranks(environment: Mapping[str, str]) -> int | None:
 TIMEOUT = timedelta(minutes=10)
 _CLAIM = "shardwise/failure"
 _REFUSING_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h: the signal that this process gets when its parent ends
 
 
 def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, str]) -> int:
     """Train as one rank; return 0, or 128 plus the signal on which it saved and left; a failure ends this process at once."""
-    from shardwise.recipes.train import train, train_elastic  # need the packages that run_train has looked for
+    from shardwise.recipes.train import (
+        listen_to_nobody,
+        train,
+        train_elastic,
+    )  # need the packages that run_train has looked for
 
     warnings.filterwarnings("ignore", module=r"torch\.")
     logging.disable(logging.ERROR)  # torch logs tracebacks of failures that are reported below, once
@@ -438,9 +448,12 @@ def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, 
     claim: Callable[[], bool] = lambda: environment.get("RANK", "0") == "0"  # noqa: E731  replaced below
     try:
         device = _choose_own_device(device_type, environment)
-        if VARIABLE in environment:
-            claim = lambda: cast(Any, default_store()).add(_CLAIM, 1) == 1  # noqa: E731
-            number = train_elastic(request.start, request.config, device, partial(stop_on_signals, False))
+        if request.terms.num_spares is not None:
+            is_ours = VARIABLE in environment
+            claim = lambda: not is_ours or cast(Any, default_store()).add(_CLAIM, 1) == 1  # noqa: E731
+            # Another launcher ends ranks by SIGTERM also to start more of them: no rank saves, the state is in memory.
+            listening = partial(stop_on_signals, False) if is_ours else listen_to_nobody
+            number = train_elastic(request.start, request.config, device, listening)
             dist.destroy_process_group()
             return 128 + number if number else 0
         place = _meet(request, environment)
@@ -569,8 +582,7 @@ def explain(error: BaseException) -> str | None:
 
 def _end_with(launcher: int) -> None:
     """End this process at once when the launcher is gone: no rank outlives it, or has a last word."""
-    if sys.platform == "linux":  # all ranks at one moment: none is left that could report the others' end as a failure
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()  # all ranks at one moment: none is left that could report the others' end as a failure
 
     def watch() -> None:
         wait_until(lambda: os.getppid() != launcher, pauses_s=(0.5, 0.5))
@@ -591,6 +603,8 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
         if LAUNCHER_VARIABLE not in os.environ:  # else our own launcher has looked
             local = int(os.environ.get("LOCAL_WORLD_SIZE", request.launched_ranks))
             _check_memory(request, device_type, request.launched_ranks, local)
+            if request.terms.num_spares is not None:
+                _check_restarted(request)
         return run_rank(request, device_type, os.environ)
     if request.config.model_from is not None:
         from shardwise.recipes.sharding import check_module
@@ -627,7 +641,16 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
 
 
 def _run_elastic(request: TrainRequest, num_spares: int, nproc: int, words: Sequence[str]) -> int:
-    config, start, terms = request.config, request.start, request.terms
+    start, terms = request.start, request.terms
+    _check_elastic(request)
+    if start.resume is None:
+        words = [*words, "--out", str(new_folder(start.out).absolute())]
+    members = ElasticTerms(nproc, num_spares, terms.max_restarts, terms.min_nproc or 1, terms.hang_s)
+    return launch_elastic(members, words, terms.leave_s)
+
+
+def _check_elastic(request: TrainRequest) -> None:
+    config, start = request.config, request.start
     others = {
         "--trace": start.trace_steps,
         "--record-digests": start.record_digests,
@@ -637,10 +660,19 @@ def _run_elastic(request: TrainRequest, num_spares: int, nproc: int, words: Sequ
         "--shard hsdp": config.shard == "hsdp",
     }
     refuse_beside("--elastic", {name: value and "it needs the ranks of the start" for name, value in others.items()})
-    if start.resume is None:
-        words = [*words, "--out", str(new_folder(start.out).absolute())]
-    members = ElasticTerms(nproc, num_spares, terms.max_restarts, terms.min_nproc or 1)
-    return launch_elastic(members, words, terms.leave_s)
+
+
+def _check_restarted(request: TrainRequest) -> None:
+    """Check what ``--elastic`` needs under another launcher, whose next start, or job, goes on in the same folder."""
+    start, terms = request.start, request.terms
+    _check_elastic(request)
+    if terms.num_spares or terms.min_nproc is not None:
+        raise ConfigError("--spares and --min-nproc are for ranks of this command; torchrun has --nnodes MIN:MAX.")
+    folder = start.resume or start.out
+    if folder is None:
+        raise ConfigError("--elastic under torchrun: name the run's folder, in which a restart goes on, with --out.")
+    if (folder / CONFIG).exists():
+        merge_resumed(read_run_config(folder), request.config, folder)
 
 
 def _check_memory(request: TrainRequest, device_type: str, num_ranks: int, local_ranks: int) -> None:

@@ -43,11 +43,13 @@ class _Row(NamedTuple):
     inode: str
 
 
-def check_peers() -> None:
+def check_peers(before: Collection[str] = ()) -> None:
     """Raise if another user of this host is connected to a port of this process; call it before anything is sent.
 
     Only listeners on one address are checked, as gloo's are, not servers that listen on every interface.  Nothing is
     checked where the kernel's table cannot be read.  Cost: lists the open files; reads the table if there are new sockets.
+    ``before``: sockets before a group was made through a store that others can write to: of newer ones also the other ends
+    that this process has connected to are checked.
     Raises: TransportError naming the port and the user.
     """
     own = set(own_sockets())
@@ -58,7 +60,8 @@ def check_peers() -> None:
     users = {(row.local, row.remote): row.uid for row in rows if row.inode != "0"}  # "0": that end is closed
     for row in rows:
         uid = users.get((row.remote, row.local), os.geteuid())
-        if row.inode in own and row.state != _LISTENS and row.local in listening and uid != os.geteuid():
+        is_checked = row.local in listening or (before and row.inode not in before)
+        if row.inode in own and row.state != _LISTENS and is_checked and uid != os.geteuid():
             raise TransportError(
                 f"user {uid} of this host is connected to port {int(row.local[-4:], 16)} of this rank, expected only processes "
                 f"of user {os.geteuid()}: it may have taken the place of another rank, so nothing is sent. End that "

@@ -39,6 +39,7 @@ from shardwise.observe import note
 from shardwise.optim.slices import Window
 
 _MARK = struct.Struct("<QQQ")  # complete or not (1, 0), begin and size of the description
+_TOLD = struct.Struct("<Q")  # after it: whether on_commit has returned (1), or not (0)
 _BEGIN = 64  # of tensors, which follow each other by the size of their dtype: all are aligned
 
 
@@ -53,7 +54,7 @@ class CommitMark:
 
 @dataclass(slots=True)
 class _MemoryFile:
-    """One rank's part of a set."""
+    """One rank's part of a set; ``fd``: -1 if it is on another host."""
 
     fd: int
     mapping: mmap.mmap | None = None
@@ -61,7 +62,7 @@ class _MemoryFile:
     places: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     parts: str = ""
 
-    def write(self, moment: CommitMark, writes: Sequence[Write], contents: Contents) -> torch.Tensor:
+    def write(self, moment: CommitMark, writes: Sequence[Write], contents: Contents, result: str) -> torch.Tensor:
         """Write this rank's part, and return its bytes.  The mark is last, so that a file that is not whole has none."""
         if self.writes is not writes:
             self.places = list(pairwise(accumulate((write.num_bytes for write in writes), initial=_BEGIN)))
@@ -70,7 +71,7 @@ class _MemoryFile:
                 for w, place in zip(writes, self.places, strict=True)
             ]
             self.writes, self.parts = writes, json.dumps(rows, separators=(",", ":"))
-        head = json.dumps([moment.step, moment.generation, moment.num_ranks, contents.values, contents.ties])
+        head = json.dumps([moment.step, moment.generation, moment.num_ranks, contents.values, contents.ties, result])
         text = f"{head[:-1]},{self.parts}]".encode()
         end = align(self.places[-1][1] if writes else _BEGIN, _BEGIN)
         mapping = self._sized(end + len(text))
@@ -80,6 +81,7 @@ class _MemoryFile:
             mapping[begin:after] = bytes_of(tensor.cpu().contiguous())  # memcpy: faster than copy_()
         note("elastic commit", f"step {moment.step}")
         mapping[end : end + len(text)] = text
+        _TOLD.pack_into(mapping, _MARK.size, 0)
         _MARK.pack_into(mapping, 0, 1, end, len(text))
         return torch.frombuffer(mapping, dtype=torch.uint8, count=end + len(text))
 
@@ -101,8 +103,18 @@ class _MemoryFile:
 
     def describe(self) -> list[Any] | None:
         """Return the description, None if the file is not whole."""
-        is_whole, begin, length = _MARK.unpack(os.pread(self.fd, _MARK.size, 0) or bytes(_MARK.size))
-        return json.loads(os.pread(self.fd, length, begin)) if is_whole else None
+        if not self.num_bytes:
+            return None
+        is_whole, begin, length = _MARK.unpack(os.pread(self.fd, _MARK.size, 0))
+        if not is_whole:
+            return None
+        (is_told,) = _TOLD.unpack(os.pread(self.fd, _TOLD.size, _MARK.size))
+        return [*json.loads(os.pread(self.fd, length, begin)), is_told]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return os.fstat(self.fd).st_size if self.fd >= 0 else 0
 
     def read(self) -> torch.Tensor:
         """Return the memory."""
@@ -111,6 +123,9 @@ class _MemoryFile:
 
 class SavedState:
     """One complete set: the state after a step.
+
+    Attributes:
+        results: what the step returned on each rank, as it was written.  is_told: on_commit has returned on all.
 
     ``holders``: for each file, the ranks that describe a host which has it, and the file's description.
     """
@@ -122,7 +137,9 @@ class SavedState:
         tensors: dict[str, tuple[str, list[int], list[PartRecord]]] = {}
         ties: dict[str, str] = {}
         described = [next(iter(each.values())) for each in holders]
-        for rank, (_, own_ties, rows) in enumerate(described):
+        self.is_told = all(any(each[-1] for each in found.values()) for found in holders)
+        self.results = [str(each[2]) for each in described]
+        for rank, (_, own_ties, _, rows, _) in enumerate(described):
             ties |= own_ties
             for name, dtype, shape, offsets, sizes, begin, end in rows:
                 part = PartRecord(rank, name, Window(tuple(offsets), tuple(sizes)), begin, end)
@@ -156,7 +173,7 @@ class SavedState:
             if len(holders) == num_hosts:
                 memory = file.read()
             else:
-                source, (_, _, rows) = next(iter(holders.items()))
+                source, (*_, rows, _) = next(iter(holders.items()))
                 num_bytes = rows[-1][-1] if rows else 0
                 is_source = group.rank() == source
                 memory = (
@@ -201,15 +218,20 @@ class StateMemory:
     @property
     def num_bytes(self) -> int:
         """Bytes of both sets on this host."""
-        return sum(os.fstat(file.fd).st_size for each in self._sets for file in each)
+        return sum(file.num_bytes for each in self._sets for file in each)
 
-    def write(self, moment: CommitMark, writes: Sequence[Write], contents: Contents) -> None:
-        """Write this rank's part over the older set; every rank must have written and received its parts of the newer one."""
+    def write(self, moment: CommitMark, writes: Sequence[Write], contents: Contents, result: str) -> None:
+        """Write this rank's part over the older set; every rank must have written and received its parts of the newer one.
+
+        ``result``: what on_commit is to get.
+        """
+        if self._is_first and self.num_hosts > 1:
+            self.note_told(by_all=True)
         number, rank = 1 - self._newest, self._group.rank()
         files = self._sets[number]
-        part = files[rank].write(moment, writes, contents)
+        part = files[rank].write(moment, writes, contents, result)
         for other, file in enumerate(files) if self._is_first else ():
-            if other not in self._kept:
+            if other not in self._kept and file.num_bytes:
                 os.ftruncate(file.fd, 0)  # of a rank that is lost, or now on another host
         self._newest = number
         if self.num_hosts > 1:
@@ -220,6 +242,13 @@ class StateMemory:
             sends = [len(part) * (other == self._partners[rank]) for other in range(moment.num_ranks)]
             coming = torch.empty(sum(takes), dtype=torch.uint8, device="cpu")
             self._coming = begin_exchange(coming, part, takes, sends, self._group), files, coming.split(takes)
+
+    def note_told(self, by_all: bool = False) -> None:
+        """Note that on_commit has returned for the newest step on this rank, or on all: then also in copies of other hosts."""
+        files = self._sets[self._newest]
+        for file in files if by_all else files[self._group.rank() :: self._group.size()]:  # fewer than have written it
+            if file.num_bytes:
+                os.pwrite(file.fd, _TOLD.pack(1), _MARK.size)
 
     def receive(self, may_wait: bool = True) -> None:
         """Write the parts of another host's ranks that are to come; all of them, or none if that needs a wait."""
@@ -247,7 +276,8 @@ class StateMemory:
         self.lost_step = 0 if whole else max((key[0].step for key in found), default=0)
         if not whole:
             return None
-        moment, self._newest = newest = max(whole, key=lambda each: (each[0].step, each[0].generation))
+        # A host that was away may have later steps of an earlier generation, which the others have given up.
+        moment, self._newest = newest = max(whole, key=lambda each: (each[0].generation, each[0].step))
         holders = [found[newest][rank] for rank in range(moment.num_ranks)]
         return SavedState(moment, self._sets[self._newest][: moment.num_ranks], holders)
 

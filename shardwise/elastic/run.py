@@ -1,22 +1,26 @@
-"""``elastic``: a loop of steps whose ranks may be lost, and may join, between any two lines of it."""
+"""``elastic``: steps whose ranks may be lost, and may join, between any two lines of them."""
 
 from __future__ import annotations
 
+import base64
 import gc
 import json
-import logging
 import os
+import pickle
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from shardwise import torch_private
 from shardwise.arguments import explains_arguments
 from shardwise.checkpoint.contents import Windows, merged
 from shardwise.checkpoint.files import Files, list_checkpoints
@@ -24,18 +28,14 @@ from shardwise.checkpoint.format import Held, Write, held_from_text, held_to_tex
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.save import finish_all
 from shardwise.checkpoint.state import BufferCheck, contents_of
-from shardwise.checks.optimizer_steps import OptimizerSteps
 from shardwise.consistency.process_groups import all_have_come, gather_objects, group_of, largest_words
-from shardwise.elastic.members import VARIABLE, ElasticTerms, Generation, Process
+from shardwise.elastic.membership import BUILD_S, VARIABLE, Generation, Membership, set_timeouts
 from shardwise.elastic.memory import CommitMark, StateMemory
-from shardwise.errors import ConfigError, StateError, UsageError
+from shardwise.elastic.process import Process
+from shardwise.elastic.torchrun import RestartedRanks
+from shardwise.errors import ConfigError, StateError
 from shardwise.observe import note
 from shardwise.torch_private import is_gloo
-
-T = TypeVar("T")
-# For the launcher to say that a rank is lost, after an error that may come of it; the second one with several hosts.
-_PATIENCE_S, _HOSTS_PATIENCE_S = 3.0, 12.0
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,40 +54,18 @@ class Recovery:
     seconds: Mapping[str, float]
 
 
-class ElasticStep(Generic[T]):
-    """One pass of a step: ``with step as state: ...``; if a rank is lost within it, the loop makes the step again.
-
-    Attributes:
-        number: steps done before it, 0 for the first.  state: what ``build()`` returned.
-    """
-
-    def __init__(self, process: Process, number: int, state: T, patience_s: float) -> None:
-        self._process, self.number, self.state, self._patience_s = process, number, state, patience_s
-        self.outcome = ""  # "entered", "done" or "lost"
-
-    def __enter__(self) -> T:
-        self.outcome = "entered"
-        self._process.listen()
-        return self.state
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        self.outcome = "done" if error is None else "lost"
-        return error is None or self._process.is_lost(error, self._patience_s)
-
-
 @dataclass(slots=True)
 class _Commits:
     """Writes the state after a step; all ranks together.  ``held``, ``writes``: as of the last commit."""
 
     memory: StateMemory
     group: dist.ProcessGroup
+    number: int  # of the generation
     held: dict[str, Held] = field(default_factory=dict[str, Held])
     writes: tuple[Write, ...] = ()
     windows: Windows = field(default_factory=Windows)
 
-    def commit(self, state: Mapping[str, Any], step: int, process: Process) -> bool:
+    def commit(self, state: Mapping[str, Any], step: int, membership: Membership, result: str) -> bool:
         """Return True if another generation is announced: all ranks return the same.
 
         After the exchange all ranks have ended the step, so the set of the step before is complete, without any one host,
@@ -99,8 +77,7 @@ class _Commits:
         BufferCheck(contents, "per_rank", rank)
         common = {name: value for name, value in contents.values.items() if name not in contents.divided}
         digest = int(sum_of(json.dumps(common).encode())[:15], 16)
-        number = cast(Generation, process.generation).number
-        facts = [process.newest.number, int(contents.held != self.held), digest, -digest]
+        facts = [membership.newest_number(), int(contents.held != self.held), digest, -digest]
         words = torch.tensor(facts, dtype=torch.int64, device="cpu")
         largest_words(words, self.group)
         newest, is_new, most, least = words.tolist()
@@ -110,29 +87,30 @@ class _Commits:
             texts = gather_objects(held_to_text(contents.held.values()), self.group)
             writes = share_out([held_from_text(text) for text in texts])
             self.held, self.writes = contents.held, tuple(write for write in writes if write.rank == rank)
-        self.memory.write(CommitMark(step, number, size), self.writes, contents)
-        if newest > number:
+        self.memory.write(CommitMark(step, self.number, size), self.writes, contents, result)
+        if newest > self.number:
             self.memory.receive()
-        return newest > number
+        return newest > self.number
 
 
-class ElasticRun(Generic[T]):
-    """The loop of :func:`elastic`.
+class ElasticRun:
+    """The run of :func:`elastic`.
 
     Attributes:
-        state: what ``build()`` returned last; None before.  number: steps that are done.
-        recoveries: of this rank, in order.
+        state: what ``build()`` returned last.  recoveries: of this rank, in order.
+        number: steps that are done and stay: k in the step after the k-th, and k + 1 in its ``on_commit``.
     """
 
-    def __init__(
-        self, build: Callable[[], T], num_steps: int, num_used: Callable[[int], int], folder: Path | None
-    ) -> None:
-        self._build, self._num_steps, self._num_used, self._folder = build, num_steps, num_used, folder
-        told = json.loads(os.environ[VARIABLE])
-        self._terms = ElasticTerms(**told["terms"])
-        self._process = Process(int(os.environ["RANK"]), told["address"], told["port"])
+    def __init__(self, build: Callable[[], Any], step: Callable[..., Any], terms: _Terms) -> None:
+        self._build, self._step, self._terms = build, step, terms
+        self._membership = _open_membership()
         self._commits: _Commits | None = None
-        self.state: T | None = None
+        self._earlier: weakref.WeakSet[Any] = weakref.WeakSet()  # modules and optimizers of lost ranks
+        self._kept: list[dist.ProcessGroup] = []  # those of ranks before a loss whose models the program keeps
+        self._untold: list[Any] = []  # what on_commit is to get, if it is to be called
+        self._is_last = False
+        self._num_waiting = 0
+        self.state: Any = None
         self.number = 0
         self.recoveries: list[Recovery] = []
 
@@ -141,88 +119,117 @@ class ElasticRun(Generic[T]):
         """Bytes of this host's memory that the states of the last two steps take, of all ranks."""
         return 0 if self._commits is None else self._commits.memory.num_bytes
 
-    def __iter__(self) -> Iterator[ElasticStep[T]]:
-        is_done = False
-        patience_s = _PATIENCE_S if self._terms.num_hosts == 1 else _HOSTS_PATIENCE_S
-        while True:
-            try:
-                if self._commits is None:
-                    self._begin()
-                elif is_done:
-                    is_done = False
-                    if self._commit(self.number + 1):
-                        self._leave()
-                        continue
-                if self.number >= self._num_steps:
-                    commits = cast(_Commits, self._commits)
-                    commits.memory.receive()
-                    all_have_come(commits.group)
-                    self._process.finish()
-                    return
-            except Exception as error:
-                if not self._process.is_lost(error, patience_s):
-                    raise
-            else:
-                step = ElasticStep(self._process, self.number, cast(T, self.state), patience_s)
-                try:
-                    yield step
-                except GeneratorExit:  # the program leaves the loop
-                    if step.outcome == "done":
-                        self._process.finish()
-                    raise
-                if not step.outcome:
-                    raise UsageError(
-                        "elastic: the step was not entered; write: for step in run: with step as state: ..."
-                    )
-                is_done = step.outcome == "done"
-                del step
-                if is_done:
-                    continue
-            self._leave()
+    def stop(self) -> None:
+        """Make this step the last one; call it on every rank, within a step."""
+        self._is_last = True
 
-    def _commit(self, number: int) -> bool:
-        assert self._commits is not None
-        has_next = self._commits.commit(_named(self.state), number, self._process)
-        self.number = number
-        return has_next
+    def run(self) -> None:
+        """Make all steps."""
+        has_next = is_over = False
+        while not is_over:
+            try:
+                is_over, has_next = self._go_on()
+            except BaseException as error:
+                if not self._membership.is_lost(error):
+                    self._membership.raised(error)
+                    raise
+                has_next = True
+            if has_next:  # not while the exception holds frames, and they hold models
+                self._leave()
+        self._membership.finish()
+
+    def _go_on(self) -> tuple[bool, bool]:
+        """Make a step, or what is to be made before; return whether the run is over, and if the next generation waits."""
+        has_next = False
+        if self._commits is None:
+            self._begin()
+        commits = cast(_Commits, self._commits)
+        if self.number < self._terms.num_steps and not (self._is_last or self._untold):
+            state = self.state
+            result = self._step(self, **state) if isinstance(state, Mapping) else self._step(self, *state)
+            has_next = commits.commit(_named(state), self.number + 1, self._membership, self._packed(result))
+            self.number += 1
+            self._untold = [result]
+        if self._untold:
+            if self._terms.on_commit is not None:
+                all_have_come(commits.group)  # all have written the step, so that it stays
+                self._terms.on_commit(self, self._untold[0])
+            commits.memory.note_told()
+            self._untold = []
+        is_over = self.number >= self._terms.num_steps or self._is_last
+        if is_over and not has_next:
+            commits.memory.receive()
+            if self._terms.after is not None:
+                self._terms.after(self)
+            all_have_come(commits.group)
+        return is_over and not has_next, has_next
+
+    def _packed(self, result: Any) -> str:
+        found = result if self._terms.on_commit is not None else None
+        try:
+            return base64.b64encode(pickle.dumps((self._is_last, found))).decode()
+        except Exception as error:
+            raise ConfigError(
+                f"elastic: step() returned a {type(result).__name__} that cannot be pickled ({error}): on_commit() may get it "
+                "in another process. Return numbers and tensors"
+            ) from error
 
     def _leave(self) -> None:
         with suppress(RuntimeError):
             if self._commits is not None:  # what has come may be needed
                 self._commits.memory.receive(may_wait=False)
-        self.state, self._commits = None, None
+        named = {} if self.state is None else _named(self.state)
+        found = weakref.WeakSet(each for each in named.values() if isinstance(each, nn.Module | torch.optim.Optimizer))
+        for each in found:
+            if isinstance(each, nn.Module):
+                each.register_forward_pre_hook(_refuse, prepend=True)
+            else:
+                each.register_step_pre_hook(_refuse)
+                with suppress(AttributeError, StateError):  # one that copies them
+                    each.param_groups = _Earlier()
+        each = named = self.state = self._commits = None
+        self._untold = []
         finish_all()  # no save of a lost group is in flight, which would remove the next one's folder
         gc.collect()  # modules and their hooks refer to each other, and to groups
-        self._process.leave()
+        self._earlier.update(found)
+        if len(found):
+            # DDP's reducer ends its group while it holds the GIL, which a thread of the group may need to end.
+            self._kept += torch_private.all_groups()
+        self._membership.leave()
 
     def _begin(self) -> None:
         """Join the next generation and restore the newest state that all ranks of an earlier one have written."""
         left_s = time.monotonic()
-        process = self._process
-        generation = process.join("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", self._num_used)
+        membership = self._membership
+        generation = membership.join(self._terms.num_used)
         joined_s = time.monotonic()
+        set_timeouts(BUILD_S)
         world = cast(dist.ProcessGroup, dist.group.WORLD)
         group = world if is_gloo(world) else group_of(range(world.size()), "gloo")
         all_have_come(group)  # so that no rank of an earlier generation still writes
-        process.note_formed()
+        membership.formed()
         note("elastic recovery", f"generation {generation.number}")
         self.state = self._build()
-        process.set_timeouts()
+        set_timeouts(membership.timeout_s)
         named = _named(self.state)
+        if again := [name for name, value in named.items() if id(value) in map(id, self._earlier)]:
+            raise StateError(f"elastic: build() returned {again} of an earlier call: {_BELONGS}")
         built_s = time.monotonic()
-        hosts = [self._terms.host_of(each) for each in generation.members]
-        memory = StateMemory(json.loads(os.environ[VARIABLE])["fds"], hosts, group)
+        memory = StateMemory(membership.fds, generation.hosts or (0,) * world.size(), group)
         saved = memory.read()
-        self._commits = _Commits(memory, group)
+        self._commits = _Commits(memory, group, generation.number)
         if saved is not None:
             saved.load(named, group, memory.num_hosts)
             self.number = saved.moment.step
+            self._is_last, result = pickle.loads(base64.b64decode(saved.results[world.rank() % len(saved.results)]))
+            self._untold = [] if saved.is_told else [result]
         else:
-            self.number = 0
-            if self._folder is not None and list_checkpoints(Files(), self._folder):
-                self.number = load(self._folder, named, fallback=True).step
+            self.number, self._is_last = 0, False
+            if self._terms.folder is not None and list_checkpoints(Files(), self._terms.folder):
+                self.number = load(self._terms.folder, named, fallback=True).step
             self._note_loss(memory.lost_step)
-            self._commit(self.number)
+            self._commits.commit(named, self.number, membership, self._packed(None))
+            memory.note_told()
         seconds = {
             "detection": left_s - generation.seen_s,
             "groups": joined_s - left_s,
@@ -231,16 +238,73 @@ class ElasticRun(Generic[T]):
         }
         if generation.number > 1:
             self.recoveries.append(Recovery(self.number, world.size(), generation.cause, seconds))
-            if not world.rank():
-                after = f"after step {self.number}" if self.number else "from the beginning"
-                logger.warning("elastic: %s; %d ranks go on %s", generation.cause, world.size(), after)
+        if not world.rank():
+            self._say(generation)
+
+    def _say(self, generation: Generation) -> None:
+        used, num_ranks = generation.members, dist.get_world_size()
+        if generation.number > 1:
+            after = f"after step {self.number}" if self.number else "from the beginning"
+            go_on = "1 rank goes on" if num_ranks == 1 else f"{num_ranks} ranks go on"
+            numbers = ", ".join(map(str, used[:num_ranks]))
+            say(f"{generation.cause}; {go_on} {after}: process{'es' * (num_ranks > 1)} {numbers}")
+        if self._untold and self._terms.on_commit is not None:
+            say(f"on_commit of step {self.number} was cut, and is made again")
+        before, self._num_waiting = self._num_waiting, len(used) - num_ranks
+        if self._num_waiting not in (0, before):
+            say(
+                f"{self._num_waiting} of {len(used)} processes wait: num_microbatches is divisible by {num_ranks}, not by more"
+            )
 
     def _note_loss(self, lost_step: int) -> None:
         lost = f"elastic: the state after step {lost_step} is lost with the hosts that had both copies of a part of it"
         if lost_step and not self.number:
             raise StateError(f"{lost}: give elastic() the folder= of checkpoints, and start again")
         if lost_step and not dist.get_rank():
-            logger.warning("%s; going on from the checkpoint after step %d", lost, self.number)
+            say(f"{lost}; going on from the checkpoint after step {self.number}")
+
+
+_BELONGS = (
+    "it belongs to the ranks before the loss. Make everything that outlives a rank in build(), and use what step() gets"
+)
+
+
+def _refuse(of_earlier: object, *_: Any) -> None:
+    what = "model" if isinstance(of_earlier, nn.Module) else "optimizer"
+    raise StateError(f"elastic: this {what} is of an earlier call of build(): {_BELONGS}")
+
+
+class _Earlier(list[dict[str, Any]]):
+    """The parameter groups of an optimizer of earlier ranks: whatever steps it, or steers it, reads them."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise StateError(
+            f"elastic: this optimizer, or what a scheduler or scaler steers, is of an earlier call of build(): {_BELONGS}"
+        )
+
+    __iter__ = __getitem__ = __len__ = _refuse
+
+
+def say(text: str) -> None:
+    """Print a line about the run."""
+    print(f"shardwise: {text}", file=sys.stderr, flush=True)
+
+
+def _open_membership() -> Membership:
+    told = os.environ.get(VARIABLE)
+    if told is None:
+        if not RestartedRanks.are_here():
+            raise StateError(
+                "elastic: no launcher that outlives its ranks has started this process. Start it with: shardwise run --elastic "
+                "-n N SCRIPT, on several hosts with: torchrun --max-restarts K ... SCRIPT, or by Ray Train"
+            )
+        return RestartedRanks()
+    if dist.is_initialized():
+        raise StateError("elastic: a default process group exists; do not make one, elastic makes one after each loss")
+    if not told:
+        raise StateError("elastic: this process has made an elastic run; a program makes one. Make further steps of it")
+    os.environ[VARIABLE] = ""
+    return Process(int(os.environ["RANK"]), json.loads(told))
 
 
 def _named(state: object) -> Mapping[str, Any]:
@@ -254,49 +318,66 @@ def _named(state: object) -> Mapping[str, Any]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """Arguments of :func:`elastic`."""
+
+    num_steps: int
+    num_microbatches: int | None
+    on_commit: Callable[[ElasticRun, Any], object] | None
+    after: Callable[[ElasticRun], object] | None
+    folder: Path | None
+
+    def num_used(self, num_ranks: int) -> int:
+        """Return how many of so many ranks take part."""
+        return max(n for n in range(num_ranks + 1) if n == 0 or not (self.num_microbatches or n) % n)
+
+
 @explains_arguments
 def elastic(
-    build: Callable[[], T],
+    build: Callable[[], Any],
+    step: Callable[..., Any],
     *,
     num_steps: int,
     num_microbatches: int | None = None,
+    on_commit: Callable[[ElasticRun, Any], object] | None = None,
+    after: Callable[[ElasticRun], object] | None = None,
     folder: str | Path | None = None,
-) -> ElasticRun[T]:
+) -> ElasticRun:
     """Make ``num_steps`` steps on ranks that may be killed and may join: the others go on, without reading a file.
 
-    Run the program with ``shardwise run --elastic``.  After a loss, ranks make a new default process group, call ``build``
-    again, take the state after the newest step that all had ended from the launcher's memory, and make the step again, whatever
-    their number now is.
+    Run the program with ``shardwise run --elastic``, whose survivors stay alive, or with torchrun or Ray Train, which start all
+    ranks again.  After a loss, ranks make a new default process group, call ``build``
+    again, take the state after the newest step that all had ended from the launcher's memory, and call ``step`` again, whatever
+    their number now is.  What raises in one of the functions because a rank was lost is caught, wherever it was raised.
 
     Args:
         build: makes the model and the optimizer on the present default process group, which exists when it is called; it
             returns ``(model, optimizer)``, or a dict of all that outlives a rank, as for :func:`shardwise.checkpoint.save`.
+        step: makes a step, as ``step(run, model, optimizer)``, or ``step(run, **state)`` with the dict; may be called again.
         num_microbatches: of a step.  Only a number of ranks that divides it takes part; the others wait.
+        on_commit: is called as ``on_commit(run, result)`` once a step stays, with what it returned on the rank of this number;
+            it logs, evaluates and saves.  If a rank is lost within it, it is made again.
+        after: is called as ``after(run)`` after the last step; if a rank is lost within it, it is made again.
         folder: of checkpoints.  The newest that verifies is where a run begins that has no state in memory.
 
-    Raises: StateError unless ``shardwise run --elastic`` has started this process, or if a default process group exists.
+    Returns: the run.  From then on a lost rank ends it.
+    Raises: StateError unless one of them has started this process.  ``shardwise run``: or if a default process group exists.
 
     Example:
-        >>> for step in shardwise.elastic(build, num_steps=1000):  # doctest: +SKIP
-        ...     with step as (model, optimizer):
-        ...         model(batch_of(step.number)).backward()
-        ...         optimizer.step()
+        >>> def step(run, model, optimizer):  # doctest: +SKIP
+        ...     loss = model(batch_of(run.number)).mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     return loss.item()
+        >>> shardwise.elastic(build, step, num_steps=1000, on_commit=log)  # doctest: +SKIP
     """
-    if VARIABLE not in os.environ:
-        raise StateError(
-            "elastic: this process was not started by shardwise run --elastic -n N SCRIPT. Other launchers (torchrun) end all "
-            "ranks when one is lost, so that none could go on"
-        )
-    if dist.is_initialized():
-        raise StateError("elastic: a default process group exists; do not make one, elastic makes one after each loss")
     if num_steps < 0 or (num_microbatches is not None and num_microbatches < 1):
         raise ConfigError(
             f"elastic: num_steps is {num_steps} and num_microbatches {num_microbatches}, expected 0 or more, and 1 or more"
         )
-
-    OptimizerSteps.is_on = False
-
-    def num_used(num_ranks: int) -> int:
-        return max(n for n in range(num_ranks + 1) if n == 0 or not (num_microbatches or n) % n)
-
-    return ElasticRun(build, num_steps, num_used, None if folder is None else Path(folder))
+    terms = _Terms(num_steps, num_microbatches, on_commit, after, None if folder is None else Path(folder))
+    run = ElasticRun(build, step, terms)
+    run.run()
+    return run

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import ctypes
+import getpass
 import importlib
 import io
 import os
@@ -17,16 +19,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -100,10 +103,14 @@ _KEPT_FROM_RANKS = {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}  # a terminal 
 
 @dataclass(frozen=True, slots=True)
 class FailedRank:
-    """The rank that failed first, and its exit code: negative for the number of a signal."""
+    """The rank that failed first, and its exit code: negative for the number of a signal.
+
+    ``kind``: "process" where ranks outlive each other, so that the number of a process is not its rank.
+    """
 
     rank: int
     code: int
+    kind: str = "rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +133,34 @@ class Ended:
         return sum(code < 0 for code in self.codes)
 
 
+class Supervisor(Protocol):
+    """What decides about ranks that outlive each other; their numbers count processes in the order of their start."""
+
+    def prepare(self, rank: int) -> tuple[Mapping[str, object], tuple[int, ...]]:
+        """Return variables and descriptors of the process that is about to start, for it alone."""
+        ...
+
+    def started(self, rank: int, pid: int) -> None:
+        """Note the process that :meth:`prepare` has prepared."""
+        ...
+
+    def outlives(self, rank: int, code: int) -> bool:
+        """Return True if the others go on without a rank that has ended with ``code``."""
+        ...
+
+    def more(self) -> int:
+        """Return how many processes are to be started now.  Raises: RankError if the run cannot go on."""
+        ...
+
+    def pause(self, is_ending: bool) -> None:
+        """Answer ranks for :data:`POLL_S` seconds, or until one has something to say; ``is_ending``: they are to leave."""
+        ...
+
+    def close(self) -> None:
+        """Free what it has for the ranks, which have ended."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchContext:
     """What ranks share with their launcher.
@@ -140,11 +175,7 @@ class LaunchContext:
         output: descriptor for standard output and error of the ranks; None: those of the launcher.
         each_poll: called about every :data:`POLL_S` seconds while ranks run.
         leave_s: after a signal, when the first rank has left: seconds that the others may take.
-        shared: descriptors that every rank inherits.
-        outlives: returns True if the others go on without a rank that has ended with this code.
-        more: returns how many ranks to start now, besides those that were, given whether one still runs; None: none, and
-            another host may need some.
-        number: returns the rank of a process from how many were started here before it.
+        supervisor: decides how the others go on without a rank that has ended; None: they do not.
     """
 
     received: Sequence[int] = ()
@@ -155,24 +186,26 @@ class LaunchContext:
     output: int | None = None
     each_poll: Callable[[], None] = lambda: None
     leave_s: float = LEAVE_S
-    shared: tuple[int, ...] = ()
-    outlives: Callable[[int, int], bool] = lambda rank, code: False
-    more: Callable[[bool], int | None] = lambda is_running: 0
-    number: Callable[[int], int] = lambda index: index
+    supervisor: Supervisor | None = None
 
 
 def run_ranks(nproc: int, device_type: str, words: Sequence[str], place: LaunchContext) -> Ended:
     """Run Python with the arguments ``words`` in ``nproc`` processes until all have ended; none is left, whatever is raised."""
     ranks: list[Rank] = []
     with ExitStack() as stack:
+        if place.supervisor is not None:
+            stack.callback(place.supervisor.close)
         note = stack.enter_context(_reaper()) if place.own_sessions else None
         stack.callback(_kill, ranks)
 
         def start() -> None:
-            rank = place.number(len(ranks))
-            own = {"RANK": rank, "LOCAL_RANK": len(ranks) % nproc, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
-            ranks.append(_start(words, _environment({**own, **place.told}, device_type), place))
+            rank, supervisor = len(ranks), place.supervisor
+            own = {"RANK": rank, "LOCAL_RANK": rank % nproc, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+            more, fds = ({}, ()) if supervisor is None else supervisor.prepare(rank)
+            ranks.append(_start(words, _environment({**own, **place.told, **more}, device_type), place, fds))
             ranks[-1].number = rank
+            if supervisor is not None:
+                supervisor.started(rank, ranks[-1].pid)
             if note is not None:
                 ranks[-1].note = note
                 note(f"+{ranks[-1].pid}")
@@ -222,8 +255,10 @@ def _environment(place: Mapping[str, object], device_type: str) -> dict[str, str
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # c10d's stack traces would bury the one line that says why
     if device_type == "cpu":
         environment.setdefault("OMP_NUM_THREADS", "1")
-    if place.get("MASTER_ADDR", LOOPBACK) == LOOPBACK:
-        stay_on_loopback(environment)
+    if "TMPDIR" in place:  # what is compiled outlives the processes
+        folder = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    stay_on_loopback(environment)
     return environment | {name: str(value) for name, value in place.items()}
 
 
@@ -292,7 +327,9 @@ def _stopping(ranks: Sequence[Rank]) -> Generator[None, None, None]:
         yield
 
 
-def _start(words: Sequence[str], environment: Mapping[str, str], place: LaunchContext) -> Rank:
+def _start(
+    words: Sequence[str], environment: Mapping[str, str], place: LaunchContext, fds: tuple[int, ...] = ()
+) -> Rank:
     # Blocked here, inherited there: a rank gets Ctrl-C from this process alone, once, and no moment is left in between.
     blocked = () if place.own_sessions else _KEPT_FROM_RANKS
     signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -303,7 +340,7 @@ def _start(words: Sequence[str], environment: Mapping[str, str], place: LaunchCo
             stdin=subprocess.DEVNULL,
             stdout=place.output,
             stderr=place.output,
-            pass_fds=(*place.network, *place.shared),
+            pass_fds=(*place.network, *fds),
             start_new_session=place.own_sessions,
         )
     finally:
@@ -319,7 +356,7 @@ def _send(rank: Rank, number: int) -> None:
 def _watch(ranks: Sequence[Rank], place: LaunchContext, start: Callable[[], None]) -> FailedRank | None:
     """Return when every rank has ended, or when those that have not can be killed: the first failure, if there is one."""
     first: FailedRank | None = None
-    received, reported = place.received, place.reported
+    received, reported, supervisor = place.received, place.reported, place.supervisor
     deadline = float("inf")
     is_told, told_s = False, float("inf")
     while time.monotonic() < deadline and len(received) < 2:
@@ -330,11 +367,11 @@ def _watch(ranks: Sequence[Rank], place: LaunchContext, start: Callable[[], None
             for rank in ranks:
                 _send(rank, received[0] if place.own_sessions else signal.SIGTERM)
                 _send(rank, signal.SIGCONT)  # one that is stopped leaves with the others
-        first = first or _first_failure(ranks, reported if is_told else None, place.outlives)
-        num_more = place.more(is_running) if first is None and not received else 0
-        for _ in range(num_more or 0):
+        first = first or _first_failure(ranks, reported if is_told else None, supervisor)
+        num_more = 0 if supervisor is None or first is not None or received else supervisor.more()
+        for _ in range(num_more):
             start()
-        if not is_running and num_more == 0:
+        if not is_running and not num_more:
             break
         place.each_poll()
         for rank in ranks if time.monotonic() > told_s + place.leave_s else ():
@@ -344,20 +381,24 @@ def _watch(ranks: Sequence[Rank], place: LaunchContext, start: Callable[[], None
         has_left = is_told and any(rank.returncode is not None for rank in ranks)
         wait_s = GRACE_S if first is not None else place.leave_s if has_left else float("inf")
         deadline = min(deadline, time.monotonic() + wait_s)
-        time.sleep(POLL_S)
-    return first or _first_failure(ranks, reported if is_told else None, place.outlives)
+        if supervisor is None:
+            time.sleep(POLL_S)
+        else:
+            supervisor.pause(first is not None or bool(received))
+    return first or _first_failure(ranks, reported if is_told else None, supervisor)
 
 
 def _first_failure(
-    ranks: Sequence[Rank], reported: Sequence[int] | None, outlives: Callable[[int, int], bool]
+    ranks: Sequence[Rank], reported: Sequence[int] | None, supervisor: Supervisor | None
 ) -> FailedRank | None:
     """Return a rank that has failed, one that was killed before one that reported why; None if there is none.
 
     ``reported``: the exit codes that count, once a signal was passed on; None: all that the others do not outlive.
     """
-    ended = [FailedRank(process.number, process.returncode) for process in ranks if process.returncode]
-    if reported is None:
-        ended = [each for each in ended if not outlives(each.rank, each.code)]
+    kind = "rank" if supervisor is None else "process"
+    ended = [FailedRank(process.number, process.returncode, kind) for process in ranks if process.returncode]
+    if reported is None and supervisor is not None:
+        ended = [each for each in ended if not supervisor.outlives(each.rank, each.code)]
     failed = ended if reported is None else [each for each in ended if each.code in reported]
     return min(failed, key=lambda each: (each.code, each.rank), default=None)
 
@@ -377,11 +418,11 @@ def _kill(ranks: Sequence[Rank]) -> None:
 def describe(failure: FailedRank) -> str:
     """Return how a rank ended."""
     if failure.code > 0:
-        return f"rank {failure.rank} failed with exit code {failure.code}"
+        return f"{failure.kind} {failure.rank} failed with exit code {failure.code}"
     number = -failure.code
     how = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"  # a real-time signal
     how += " (often: out of memory)" if how == "SIGKILL" else ""
-    return f"rank {failure.rank} was ended by {how}"
+    return f"{failure.kind} {failure.rank} was ended by {how}"
 
 
 # ---- A user's program on the ranks of this host: they meet at a store of the launcher, as under torchrun.
@@ -390,6 +431,7 @@ def describe(failure: FailedRank) -> str:
 START_RANK = """try: from shardwise.loop.launch import start_user_program
 except KeyboardInterrupt: raise SystemExit(130)
 start_user_program()"""
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h: the signal that this process gets when its parent ends
 EXIT_S = 30.0  # after an exception that ends a rank: what its other threads and exit hooks may take
 PATIENCE_S = 3.0  # the rank that failed first has the better reason, and a launcher the best
 _LOST_PEER = (
@@ -420,17 +462,16 @@ class UserProgram:
     Attributes:
         kind: "script", "module" (``python -m``) or "call" (a pickled function, :func:`notebook_launch`).
         words: the script, module or file of the call, and its arguments.
-        output, each_poll: as of :class:`LaunchContext`.
-        prepare: completes the context of the ranks that meet at a store.
-        store: returns it, given the signals that the launcher has received.
+        output, each_poll, told: as of :class:`LaunchContext`.
+        supervise: returns what decides about ranks that outlive each other, given a folder that nobody else can open.
     """
 
     kind: str
     words: tuple[str, ...]
     output: int | None = None
     each_poll: Callable[[], None] = lambda: None
-    prepare: Callable[[dist.TCPStore, LaunchContext], LaunchContext] = lambda store, place: place
-    store: Callable[[Sequence[int]], dist.TCPStore] = lambda received: open_store()
+    told: Mapping[str, object] = field(default_factory=dict[str, object])
+    supervise: Callable[[Path], Supervisor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,7 +493,7 @@ class ProgramOutcome:
         failure = self.ended.failure
         if failure is None or failure.code < 0 or self.raised is None:
             return failure
-        return FailedRank(self.raised, 1)
+        return replace(failure, rank=self.raised, code=1)
 
 
 def run_program(
@@ -465,12 +506,11 @@ def run_program(
 ) -> ProgramOutcome:
     """Run ``program`` on ``nproc`` ranks until all have ended; ``number``: of the restart.
 
-    ``dist.init_process_group()`` finds what torchrun would tell it; what ranks open listens on loopback alone, unless
-    ``program`` says otherwise.
+    ``dist.init_process_group()`` finds what torchrun would tell it; what ranks open listens on loopback alone.
     """
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}" + f"-{number}" * bool(number)
     records, claim = default_place() / name, scratch / f"failed-{number}"
-    store = program.store(received)
+    store = _open_store()
     told: dict[str, object] = {
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": store.port,
@@ -478,25 +518,40 @@ def run_program(
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_RESTART_COUNT": number,
         "TORCHELASTIC_RUN_ID": name,
+        **program.told,
     }
+    supervisor = None if program.supervise is None else program.supervise(scratch)
     place = LaunchContext(
-        received, told, own_sessions=True, output=program.output, each_poll=program.each_poll, leave_s=leave_s
+        received,
+        told,
+        own_sessions=True,
+        output=program.output,
+        each_poll=program.each_poll,
+        leave_s=leave_s,
+        supervisor=supervisor,
     )
     words = ("-c", START_RANK, str(os.getpid()), str(claim), str(records), program.kind, *program.words)
-    ended = run_ranks(nproc, "cpu" if nproc > 1 else "cuda", words, program.prepare(store, place))
+    ended = run_ranks(nproc, "cpu" if nproc > 1 else "cuda", words, place)
     return ProgramOutcome(ended, int(os.readlink(claim)) if claim.is_symlink() else None, records)
 
 
-def open_store(address: str = LOOPBACK, port: int = 0) -> dist.TCPStore:
+def _open_store() -> dist.TCPStore:
     """Return a store at which ranks meet; torch's own would listen on every interface."""
-    listening = socket.create_server((address, port))
+    listening = socket.create_server((LOOPBACK, 0))
     port = listening.getsockname()[1]
-    return dist.TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
+    return dist.TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def end_with_parent() -> None:
+    """End this process at once when its launcher is gone, which may be killed together with what ends sessions."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def start_user_program() -> None:
     """Run in this rank what :func:`run_program` has put into ``sys.argv``."""
     launcher, claim, records, kind, *words = sys.argv[1:]
+    end_with_parent()
     if os.getppid() != int(launcher):  # it was killed before it noted this process
         os._exit(1)
     sys.argv = words
@@ -548,7 +603,8 @@ class _Reporter:
             trace = trace.tb_next
         text = "".join(traceback.format_exception(kind, error, trace)) if kind is not SystemExit else f"{error}\n"
         if self._call is None:
-            sys.stderr.write(f"shardwise: rank {rank} raised:\n{text}")
+            name = "process" if "SHARDWISE_ELASTIC" in os.environ else "rank"
+            sys.stderr.write(f"shardwise: {name} {rank} raised:\n{text}")
             return
         try:
             whole = pickle.dumps((error, text))

@@ -33,6 +33,7 @@ from shardwise import (
 )
 from shardwise.checkpoint import finish
 from shardwise.consistency.recorder import BLACK_BOX
+from shardwise.elastic.run import ElasticRun
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.recipes.config import ENGINE_SHARDS, TrainConfig, check_ranks, learning_rate
 from shardwise.recipes.data import (
@@ -503,23 +504,30 @@ def train_elastic(start: Start, config: TrainConfig, device: torch.device, liste
         trainer = build_trainer(run_from_json(told, config), ranks)
         return entries_of(trainer.strategy.plain(trainer.model), trainer.optimizer, trainer.fixed)
 
+    def step(run: ElasticRun, **_: Any) -> None:
+        nonlocal trainer, steps, run_log, outcome
+        if trainer is not None and steps is None:
+            windows, size = run.number * config.batch, trainer.num_parameters
+            done = RunProgress(run.number, windows, config.model, size) if run.number else None
+            trainer = replace(trainer, run=replace(trainer.run, done=done))
+            restart = Restart(len(run.recoveries), run.recoveries[-1].cause) if run.recoveries else None
+            run_log = _begin(trainer, restart, opened)
+            steps = train_steps(trainer, run_log, asked, tracing(trainer, 0, run_log))
+        outcome = next(cast("Iterator[Finished | Stopped | None]", steps))
+        run_log.flush()
+        if isinstance(outcome, Stopped):
+            run.stop()
+
     num_microbatches = math.gcd(config.reproducible, config.batch // config.accumulate)
-    run = elastic(build, num_steps=config.steps, num_microbatches=num_microbatches, folder=folder / "checkpoints")
     outcome: Finished | Stopped | None = None
     with listening() as asked, opened:
-        for step in run:
-            with step:
-                if trainer is not None and steps is None:
-                    windows, size = step.number * config.batch, trainer.num_parameters
-                    done = RunProgress(step.number, windows, config.model, size) if step.number else None
-                    trainer = replace(trainer, run=replace(trainer.run, done=done))
-                    restart = Restart(len(run.recoveries), run.recoveries[-1].cause) if run.recoveries else None
-                    run_log = _begin(trainer, restart, opened)
-                    steps = train_steps(trainer, run_log, asked, tracing(trainer, 0, run_log))
-                outcome = next(cast("Iterator[Finished | Stopped | None]", steps))
-                run_log.flush()
-            if isinstance(outcome, Stopped):
-                break
+        elastic(
+            build,
+            step,
+            num_steps=config.steps,
+            num_microbatches=num_microbatches,
+            folder=folder / "checkpoints",
+        )
         return _end(cast(Trainer, trainer), run_log, outcome, opened)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -13,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.elastic_program import read_outcome
 from helpers.of_clients import say_as_torchrun, sharding_on_cpu
 from helpers.ranks import on_ranks
 from helpers.snippets import ROOT, main_of_example
@@ -69,3 +71,15 @@ def test_two_workers_of_ray_train_go_on_where_one_process_ended(pool: WorkerPool
     found = re.search(r"2 worker\(s\), step (\d+): loss (\S+)", done.stdout)
     assert found, done.stdout + done.stderr
     assert (int(found[1]), float(found[2])) == (40, pytest.approx(expected[1], rel=1e-3))
+
+
+def test_ranks_that_ray_train_starts_again_go_on_from_memory(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    settings = {"folder": str(tmp_path), "kills": [[3, 0, "rank"]]}
+    command = [sys.executable, "tests/helpers/elastic_ray.py", json.dumps(settings)]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert (tmp_path / "out").exists(), done.stdout + done.stderr
+    read_outcome(tmp_path / "out")
+    begun = re.findall(r" begins (\d+)", (tmp_path / "notes").read_text())
+    assert begun == ["0", "3"], "from the step that was lost"

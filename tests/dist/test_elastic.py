@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +19,13 @@ import torch.distributed as dist
 from helpers import elastic_program, elastic_same_bits
 from helpers.commands import COMMAND, Ended
 from helpers.forked_commands import run_forked
+from helpers.snippets import ROOT, read
 
 import shardwise
 from shardwise import ConfigError, StateError
 from shardwise.checkpoint.files import Files, list_checkpoints, verify
 from shardwise.cli.main import main
-from shardwise.elastic import members
+from shardwise.elastic import launcher, process
 from shardwise.elastic.memory import copied_bytes
 
 RUN = [*COMMAND[: COMMAND.index("train")], "run", "--elastic"]
@@ -40,6 +41,9 @@ def assert_undisturbed(folder: Path, ended: Ended) -> dict[str, Any]:
     assert ended.code == 0, ended.err
     more = elastic_program.read_outcome(folder / "out")
     assert not more["is_watching"], "a thread that wakes up in C++ while Python ends aborts the process"
+    assert more["told"][-1] == elastic_program.NUM_STEPS
+    assert len(set(more["told"])) == len(more["told"]), "on_commit has returned once for each step"
+    assert set(more["results"]) == {0.0}, "what the rank of the same number has returned"
     assert len(more["worlds"]) <= elastic_program.NUM_STEPS + len(more["recoveries"]), "steps before the last were lost"
     return more
 
@@ -60,9 +64,13 @@ def test_survivors_make_the_step_again_wherever_a_rank_was_killed(
 ) -> None:
     ended = elastic(tmp_path, "-n", "4", kind=kind, transport=transport, kills=[[0, place, 3]])
     more = assert_undisturbed(tmp_path, ended)
-    assert more["recoveries"] == ["process 0 was ended by SIGKILL"]
+    assert more["recoveries"] == ["process 0 (rank 0 of 4) was ended by SIGKILL"]
     assert more["worlds"][-1] == 3
-    assert set(more["timeouts_s"]) == {1800.0}
+    assert set(more["timeouts_s"]) == {120.0}, (
+        "hangs are left to the launcher, and a message that was cut does not last"
+    )
+    cause = "shardwise: process 0 (rank 0 of 4) was ended by SIGKILL"
+    assert f"{cause}; 3 ranks go on after step 3: processes 1, 2, 3" in ended.err
 
 
 @pytest.mark.parametrize(
@@ -112,7 +120,7 @@ def test_processes_are_started_in_place_of_lost_ones_and_join_after_a_step(tmp_p
     words = ("-n", "2", "--max-restarts", "2")
     ended = elastic(tmp_path, *words, slow_ms=300, kills=[[0, "backward", 2]], ballast=512)
     more = assert_undisturbed(tmp_path, ended)
-    assert more["worlds"][:3] == [2, 2, 1] or more["recoveries"][0] == "1 joined"
+    assert more["worlds"][:3] == [2, 2, 1] or more["recoveries"][0] == "process 2 joined"
     assert more["worlds"][-1] == 2
     planned = copied_bytes(elastic_program.Layers(), 4) + copied_bytes(torch.nn.Linear(512, 512), 4)
     assert 0 <= more["num_bytes"] - planned <= 2 * 2 * 3 * mmap.PAGESIZE, "descriptions of two sets by two ranks"
@@ -140,11 +148,11 @@ def test_a_run_without_memory_begins_from_the_newest_checkpoint(tmp_path: Path) 
     assert more["worlds"] == [2, 2, 2], "steps 5 to 7"
 
 
-@pytest.mark.parametrize("process", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_a_save_in_the_background_that_a_loss_cuts_is_left_out(process: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_a_save_in_the_background_that_a_loss_cuts_is_left_out(killed: int, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     ended = elastic(
-        tmp_path, "-n", "3", checkpoints=str(folder), background=True, kills=[[process, "checkpoint save", 3]]
+        tmp_path, "-n", "3", checkpoints=str(folder), background=True, kills=[[killed, "checkpoint save", 3]]
     )
     assert assert_undisturbed(tmp_path, ended)["worlds"][-1] == 2
     whole = {each.step for each in list_checkpoints(Files(), folder) if not verify(Files(), each.path)}
@@ -153,16 +161,120 @@ def test_a_save_in_the_background_that_a_loss_cuts_is_left_out(process: int, tmp
 
 
 def test_only_a_number_of_ranks_that_divides_the_microbatches_takes_part(tmp_path: Path) -> None:
-    more = assert_undisturbed(tmp_path, elastic(tmp_path, "-n", "4", V=4, kills=[[3, "backward", 2]]))
-    assert more["worlds"] == [4, 4, 2, 2, 2, 2, 2, 2]
+    ended = elastic(tmp_path, "-n", "4", V=4, kills=[[3, "backward", 2]])
+    assert assert_undisturbed(tmp_path, ended)["worlds"] == [4, 4, 2, 2, 2, 2, 2, 2]
+    assert ended.err.count("1 of 3 processes wait") == 1
 
 
-def test_a_rank_that_nothing_can_interrupt_ends_itself_and_is_replaced(tmp_path: Path) -> None:
-    ended = elastic(tmp_path, "-n", "2", stuck=[1, 3], kills=[[0, 200, 3]])
+def test_a_rank_that_nothing_can_interrupt_is_ended_and_replaced(tmp_path: Path) -> None:
+    ended = elastic(tmp_path, "-n", "2", "--hang-after", "3", stuck=[1, 3], kills=[[0, 200, 3]])
     more = assert_undisturbed(tmp_path, ended)
-    assert "process 1 waits for a lost rank where nothing can interrupt it" in ended.err
-    assert "in train" in ended.err, "where it waits"
+    assert "process 1 (rank 1 of 2) waited for a lost rank where nothing can interrupt it, and was ended (" in ended.err
+    assert "helpers/elastic_program.py" in ended.err, "where it waits"
     assert len(more["worlds"]) == 5, "another process makes steps 3 to 7, from the memory of both"
+
+
+@pytest.mark.parametrize("how", ["stop", "spin", pytest.param("sleep", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "kills", [[], pytest.param([[2, 500, 3]], marks=pytest.mark.exhaustive)], ids=["alone", "after a loss"]
+)
+def test_a_rank_that_hangs_is_ended_and_the_others_go_on(how: str, kills: list[Any], tmp_path: Path) -> None:
+    ended = elastic(tmp_path, "-n", "3", "--hang-after", "4", hangs=[1, 3, how], kills=kills)
+    more = assert_undisturbed(tmp_path, ended)
+    assert more["worlds"][-1] == 2 - len(kills)
+    assert "made no progress for 4 s while others waited, and was ended" in ended.err
+
+
+def test_ranks_that_wait_for_each_other_end_by_name(tmp_path: Path) -> None:
+    ended = elastic(tmp_path, "-n", "2", "--hang-after", "4", mistake="swallows")
+    assert ended.code == 1
+    assert "no rank made progress for 4 s (--hang-after), and all wait: rank 0 is in its" in ended.err
+    assert "Does step() catch an exception of one rank" in ended.err
+
+
+@pytest.mark.parametrize("killed", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_on_commit_is_made_again_with_what_the_step_returned(killed: int, tmp_path: Path) -> None:
+    ended = elastic(tmp_path, "-n", "3", "--max-restarts", "1", kill_told=[killed, 3])
+    more = assert_undisturbed(tmp_path, ended)
+    assert len(more["worlds"]) == elastic_program.NUM_STEPS, "the step itself stays"
+    assert "shardwise: on_commit of step 3 was cut, and is made again" in ended.err
+
+
+def test_on_commit_of_the_last_step_and_after_are_made_again(tmp_path: Path) -> None:
+    ended = elastic(tmp_path, "-n", "3", kill_told=[1, elastic_program.NUM_STEPS], kill_after=0)
+    assert len(assert_undisturbed(tmp_path, ended)["recoveries"]) == 2
+
+
+def test_losses_add_no_threads_and_no_descriptors(tmp_path: Path) -> None:
+    found: list[dict[str, Any]] = []
+    for num_losses in (2, 5):
+        folder = tmp_path / str(num_losses)
+        folder.mkdir()
+        kills = [[number, "backward", number] for number in range(1, num_losses + 1)]
+        ended = elastic(folder, "-n", "2", "--max-restarts", str(num_losses), slow_ms=400, kills=kills)
+        found.append(assert_undisturbed(folder, ended))
+        assert len([cause for cause in found[-1]["recoveries"] if "SIGKILL" in cause]) == num_losses
+    assert found[1]["threads"] - found[0]["threads"] < 3, "each group has three threads"
+    assert found[1]["fds"] - found[0]["fds"] < 6, "and as many descriptors"
+
+
+def test_a_rank_that_is_interrupted_and_leaves_late_takes_no_other_with_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    ended = run_forked([*RUN, "-n", "3", str(script)], TMPDIR=str(tmp_path))
+    assert ended.code == 0, ended.err
+    assert "end 6 of 2" in ended.out
+    assert (
+        "process 1 (rank 1 of 3) was ended by KeyboardInterrupt; 2 ranks go on after step 3: processes 0, 2"
+        in ended.err
+    )
+
+
+def test_an_exception_ends_the_run_also_if_another_rank_is_lost_then(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(RAISING)
+    ended = run_forked([*RUN, "-n", "3", "--max-restarts", "3", str(script)], TMPDIR=str(tmp_path))
+    assert ended.code == 1, ended.err
+    assert "ValueError: a bug of the user" in ended.err
+    assert ended.out.count("makes step 3") == 3, "nobody has made it again"
+
+
+PROGRAM = """
+import atexit, os, signal, time, torch, torch.distributed as dist, shardwise
+from torch import nn
+me = int(os.environ["RANK"])
+def build():
+    model = shardwise.shard_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), min_unit_bytes=0)
+    return model, torch.optim.AdamW(model.parameters())
+def step(run, model, optimizer):
+    {hurt}
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+INTERRUPTED = (
+    PROGRAM.format(hurt="if run.number == 3 and me == 1: os.kill(os.getpid(), signal.SIGINT)")
+    + """
+if me == 1: atexit.register(time.sleep, 4.0)
+run = shardwise.elastic(build, step, num_steps=6)
+if dist.get_rank() == 0: print("end", run.number, "of", dist.get_world_size())
+"""
+)
+RAISING = (
+    PROGRAM.format(hurt="if run.number == 3: hurt()")
+    + """
+def hurt():
+    print("makes step 3", flush=True)
+    if me == 2:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("a bug of the user")
+class Slow:
+    def __del__(self, sleep=time.sleep): sleep(3)
+keep = Slow()
+shardwise.elastic(build, step, num_steps=6)
+"""
+)
 
 
 @pytest.mark.parametrize("kind", ["fully_shard", "zero"])  # waits for shared memory, and in C++
@@ -173,28 +285,38 @@ def test_ranks_that_wait_for_a_late_one_are_interrupted_before_it_comes(kind: st
 
 
 def test_a_rank_that_computes_on_a_busy_core_is_not_taken_for_one_that_waits() -> None:
-    used_s = members._used_s  # pyright: ignore[reportPrivateUsage]
-    shares: list[float] = []
-
-    def watch() -> None:
-        used, begin = used_s(), time.monotonic()
-        time.sleep(0.5)
-        shares.append((used_s() - used) / (time.monotonic() - begin))
-
     cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})  # of this thread, and of processes that it starts
-    others = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(4)]
+    os.sched_setaffinity(0, {min(cores)})  # of processes that it starts
+    spinning = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(5)]
+    waiting = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
     try:
-        time.sleep(0.2)
-        threading.Thread(target=watch).start()
-        while not shares:
-            pass
+        time.sleep(0.5)
+        before = [launcher.core_s(each.pid) for each in (spinning[0], waiting)]
+        begin = time.monotonic()
+        time.sleep(1.0)
+        used = [
+            launcher.core_s(each.pid) - earlier for each, earlier in zip((spinning[0], waiting), before, strict=True)
+        ]
+        passed = time.monotonic() - begin
     finally:
         os.sched_setaffinity(0, cores)
-        for each in others:
+        for each in (*spinning, waiting):
             each.kill()
             each.wait()
-    assert shares[0] > 0.5, "its CPU time alone is a fifth of a core's"
+    assert used[0] > 0.5 * passed, "its CPU time alone is a fifth of a core's"
+    assert used[1] < 0.05 * passed
+
+
+def test_a_malformed_message_is_named_and_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    deciding = launcher.Launcher(launcher.ElasticTerms(1), tmp_path)
+    told = json.loads(str(deciding.prepare(0)[0]["SHARDWISE_ELASTIC"]))
+    with socket.socket(fileno=os.dup(told["link"])) as link:
+        for text in (b"{not json", b"5", b'["generation", {}]', b'["here"]', b'["ready", 1, 2]'):
+            link.send(text)
+            deciding.pause(False)
+    deciding.started(0, os.getpid())
+    deciding.close()
+    assert capsys.readouterr().err.count("shardwise: ignored a malformed message of process 0 (") == 4
 
 
 def test_an_exception_ends_all_ranks(tmp_path: Path) -> None:
@@ -206,8 +328,20 @@ def test_an_exception_ends_all_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mistake", "expected"),
     [
-        ("not entered", "UsageError: elastic: the step was not entered"),
         ("list", "ConfigError: elastic: build() returned a list"),
+        ("lock", "ConfigError: elastic: step() returned a lock that cannot be pickled"),
+        (
+            "same model",
+            "StateError: elastic: build() returned ['model'] of an earlier call: it belongs to the ranks before",
+        ),
+        (
+            "old model",
+            "StateError: elastic: this model is of an earlier call of build(): it belongs to the ranks before",
+        ),
+        (
+            "old scheduler",
+            "StateError: elastic: this optimizer, or what a scheduler or scaler steers, is of an earlier call",
+        ),
         ("grows", "ConfigError: elastic: build() made a state that differs from the one before a rank was lost"),
         ("group", "StateError: elastic: a default process group exists"),
     ],
@@ -227,13 +361,12 @@ def test_values_that_differ_between_ranks_end_all_ranks(tmp_path: Path) -> None:
 def test_fewer_ranks_than_the_user_allows_end_the_run(tmp_path: Path) -> None:
     ended = elastic(tmp_path, "-n", "3", "--min-nproc", "3", kills=[[1, "forward", 2]])
     assert ended.code == 128 + 9
-    assert "shardwise: 2 ranks are left, --min-nproc is 3" in ended.err
-    assert "rank 1 was ended by SIGKILL" in ended.err
+    assert "shardwise: process 1 (rank 1 of 3) was ended by SIGKILL; 2 ranks are left, --min-nproc is 3" in ended.err
 
 
 def test_keys_of_a_generation_can_be_deleted() -> None:
-    process: Any = SimpleNamespace(refuse=lambda number: None)
-    inner = members._GenerationStore(dist.HashStore(), process, 1)  # pyright: ignore[reportPrivateUsage]
+    following: Any = SimpleNamespace(refuse=lambda number: None)
+    inner = process._GenerationStore(dist.HashStore(), following, 1)  # pyright: ignore[reportPrivateUsage]
     store = dist.PrefixStore("1", inner)
     store.set("key", "")
     assert store.delete_key("key")
@@ -241,20 +374,38 @@ def test_keys_of_a_generation_can_be_deleted() -> None:
 
 
 def test_a_program_that_this_launcher_has_not_started_is_told_how_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StateError, match="was not started by shardwise run --elastic"):
-        shardwise.elastic(dict[str, Any], num_steps=1)
-    monkeypatch.setenv("SHARDWISE_ELASTIC", "{}")
+    with pytest.raises(StateError, match="no launcher that outlives its ranks has started this process"):
+        shardwise.elastic(dict[str, Any], print, num_steps=1)
+    monkeypatch.setenv("SHARDWISE_ELASTIC", "")
+    with pytest.raises(StateError, match="this process has made an elastic run"):
+        shardwise.elastic(dict[str, Any], print, num_steps=1)
     with pytest.raises(ConfigError, match="num_steps is -1 and num_microbatches 0"):
-        shardwise.elastic(dict[str, Any], num_steps=-1, num_microbatches=0)
+        shardwise.elastic(dict[str, Any], print, num_steps=-1, num_microbatches=0)
+
+
+def test_the_script_of_the_page_runs_and_a_kill_costs_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = next(each.text for each in read(ROOT / "docs" / "elastic.md") if each.language == "python")
+    line = "    ranks = dist.get_world_size()\n"
+    hurt = f"{line}    if run.number == 5 and ranks == 3 and dist.get_rank() == 1:\n        __import__('os').abort()\n"
+    (tmp_path / "train.py").write_text(text.replace(line, hurt, 1))
+    monkeypatch.chdir(tmp_path)
+    ended = run_forked([*RUN, "-n", "3", "train.py"], TMPDIR=str(tmp_path))
+    assert ended.code == 0, ended.err
+    lines = ended.out.splitlines()
+    assert [each.split(":")[0] for each in lines] == [f"step {number}" for number in range(1, 31)]
+    assert [each.split(" on ")[1] for each in lines] == ["3 ranks"] * 5 + ["2 ranks"] * 25
+    losses = [float(each.split("loss ")[1].split()[0]) for each in lines]
+    assert losses[-1] < losses[0]
+    assert [each.step for each in list_checkpoints(Files(), tmp_path / "checkpoints")] == [10, 20, 30]
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--spares", "1"], "--spares, --min-nproc, --node-rank and --rdzv-endpoint need --elastic"),
-        (["--node-rank", "1"], "--spares, --min-nproc, --node-rank and --rdzv-endpoint need --elastic"),
-        (["--elastic", "--nnodes", "2", "--rdzv-endpoint", "host0:99999"], "--rdzv-endpoint host0:99999, expected"),
-        (["--elastic", "--nnodes", "2"], "--nnodes is 2, --node-rank 0 and --rdzv-endpoint None, expected"),
+        (["--spares", "1"], "--spares, --min-nproc and --hang-after need --elastic"),
+        (["--hang-after", "1"], "--spares, --min-nproc and --hang-after need --elastic"),
+        (["--elastic", "--hang-after", "-1"], "--hang-after is -1.0, expected 0 or more seconds"),
+        (["--elastic", "--nnodes", "2", "--node-rank", "1"], "torchrun --nnodes 1:2 --nproc-per-node"),
         (["--elastic", "--spares", "-1"], "--spares is -1, expected at least 0"),
         (["--elastic", "-n", "2", "--min-nproc", "3"], "--min-nproc is 3, expected 1 to 2"),
     ],

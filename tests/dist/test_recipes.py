@@ -23,7 +23,7 @@ from shardwise.checkpoint import save
 from shardwise.checkpoint.convert import CheckpointSource
 from shardwise.testing import WorkerPool
 
-SLURM = ROOT / "examples" / "slurm" / "train.sbatch"
+SLURM = ROOT / "examples" / "slurm"
 JOBSET = ROOT / "examples" / "kubernetes" / "jobset.yaml"
 DOCKERFILE = ROOT / "examples" / "container" / "Dockerfile"
 
@@ -89,7 +89,8 @@ def run(command: list[str], env: Mapping[str, str]) -> str:
     return done.stdout
 
 
-def test_the_script_for_slurm_runs_what_it_is_given_on_the_ranks_of_a_node(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["train", "elastic"])
+def test_the_scripts_for_slurm_run_what_they_are_given_on_the_ranks_of_a_node(name: str, tmp_path: Path) -> None:
     job = {
         "SLURM_JOB_NODELIST": "node[0-0]",
         "SLURM_JOB_ID": str(os.getpid()),
@@ -99,9 +100,10 @@ def test_the_script_for_slurm_runs_what_it_is_given_on_the_ranks_of_a_node(tmp_p
     env = environment(tmp_path, **job, SLURM_GPUS_ON_NODE="1")
     script = tmp_path / "my script.py"
     script.write_text("import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])\n")
-    assert run(["bash", str(SLURM), str(script), "--lr", "3e-4"], env) == "0 1 ['--lr', '3e-4']\n"
-    options = re.findall(r"^#SBATCH (--[\w-]+)(?:=\S+)?$", SLURM.read_text(), flags=re.MULTILINE)
-    assert len(options) == SLURM.read_text().count("#SBATCH")
+    batch = SLURM / f"{name}.sbatch"
+    assert run(["bash", str(batch), str(script), "--lr", "3e-4"], env) == "0 1 ['--lr', '3e-4']\n"
+    options = re.findall(r"^#SBATCH (--[\w-]+)(?:=\S+)?$", batch.read_text(), flags=re.MULTILINE)
+    assert len(options) == batch.read_text().count("#SBATCH")
 
 
 def test_the_pods_of_the_jobset_run_their_command(tmp_path: Path) -> None:

@@ -293,6 +293,24 @@ def test_a_rank_that_still_runs_after_a_signal_is_named_and_the_exit_code_is_tha
     assert are_gone(below)
 
 
+def test_ranks_end_when_their_launcher_is_killed_together_with_what_ends_their_sessions(tmp_path: Path) -> None:
+    words = [*RUN, "-n", "2", script(tmp_path, WAITS), str(tmp_path)]
+    with start_forked(words, {"TMPDIR": str(tmp_path)}) as process:
+        below = wait_until_ready(process, tmp_path / "ready-0", tmp_path / "ready-1")
+        lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in below}
+        started = [pid for pid, line in lines.items() if line.startswith(b"sleep\0")]  # by ranks, which do not end them
+        reapers = [pid for pid, line in lines.items() if b"killpg" in line and b"-IS" in line]
+        assert reapers
+        for pid in (*reapers, process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+        try:
+            assert are_gone([pid for pid in below if pid not in (*started, *reapers)])
+        finally:
+            for pid in started:
+                os.kill(pid, signal.SIGKILL)
+
+
 def test_ranks_and_their_processes_stop_with_a_launcher_and_end_when_it_is_killed(tmp_path: Path) -> None:
     words = [*RUN, "-n", "2", script(tmp_path, WAITS), str(tmp_path)]
     with start_forked(words, {"TMPDIR": str(tmp_path)}) as process:
@@ -324,6 +342,9 @@ def test_ranks_and_their_processes_stop_with_a_launcher_and_end_when_it_is_kille
         (["--nnodes", "3", "-n", "2", "a.py", "--name", "two words"],
          "torchrun --nnodes 3 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29400 a.py --name 'two words'"),
         (["--nnodes", "2", "-n", "2", "-m", "a.b"], "FIRST_HOST:29400 -m a.b"),
+        (["--elastic", "--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "host0:29400", "-n", "4", "a.py"],
+         "torchrun --nnodes 1:2 --nproc-per-node 4 --max-restarts 9 --rdzv-backend c10d --rdzv-endpoint host0:29400 a.py"),
+        (["--node-rank", "0", "-n", "2", "a.py"], "torchrun --nnodes 2 --nproc-per-node 2"),
     ],
 )  # fmt: skip
 def test_wrong_words_start_nothing(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

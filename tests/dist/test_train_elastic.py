@@ -70,8 +70,9 @@ def test_ranks_that_are_killed_leave_a_run_with_the_bits_of_one_rank(text: Path,
     assert differing(run, whole) == []
     found = restarts_of(run)
     assert [each["ranks"] for each in found] == [3, 2]
-    assert [each["cause"] for each in found] == [f"process {number} was ended by SIGKILL" for number in (2, 0)]
-    assert "restart 2: process 0 was ended by SIGKILL; going on after step" in ended.out
+    causes = ["process 2 (rank 2 of 4) was ended by SIGKILL", "process 0 (rank 0 of 3) was ended by SIGKILL"]
+    assert [each["cause"] for each in found] == causes
+    assert f"restart 2: {causes[1]}; going on after step" in ended.out
 
 
 def test_processes_that_join_a_run_that_was_resumed_leave_it_so_too(whole: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Sums of gradients are exact in it, so that its parameters are the same to the bi
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import json
 import os
@@ -13,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch import nn
 
 import shardwise
 from shardwise.checkpoint import finish, save
-from shardwise.elastic import members
+from shardwise.elastic.run import ElasticRun
 from shardwise.testing import faults
 from shardwise.torch_private import all_groups, timeout_s_of
 
@@ -104,19 +105,25 @@ def shard(model: Layers, kind: str) -> None:
 
 
 def draw(process: int, number: int, random_kills: dict[str, Any]) -> str | float | None:
-    """Return where this process is to be killed from its pass ``number`` on: a place, or milliseconds; None: not."""
+    """Return where this process is to be killed from its pass ``number`` on: a place, or milliseconds; None: not.
+
+    Or how it is to hang, or to be interrupted.
+    """
     noise = random.Random(f"{random_kills['seed']}/{process}/{number}")
     if process in random_kills["immune"] or noise.random() >= random_kills["rate"]:
         return None
+    others = ("stop", "spin", "sleep", "interrupt", "interrupt", "slow exit")
+    if "others" in random_kills and noise.random() < random_kills["others"]:
+        return noise.choice(others)
     return noise.choice([*PLACES, noise.uniform(0, 30), noise.uniform(0, 30)])
 
 
 def train(settings: dict[str, Any]) -> None:
-    """Train, and let processes be killed as ``kills`` says: ``[process, place, step]``; a number as place: after ms;
-    "host": with the launcher, and the other ranks of its host.
+    """Train, and let processes be killed as ``kills`` says: ``[process, place, step]``; a number as place: after ms.
 
-    ``stuck``: ``[process, step]`` that waits for ever where Python does not run.  ``late``: one that begins the step, and is
-    killed, when all ``waiting`` processes have been interrupted in it.  ``ballast``: width of a further layer.
+    ``stuck``: ``[process, step]`` that waits for ever where Python does not run.  ``hangs``: ``[process, step, how]``.
+    ``kill_told``: ``[process, number]`` that is killed in on_commit; ``kill_after``: in after.  ``late``: one that begins the
+    step, and is killed, when all ``waiting`` processes have been interrupted in it.  ``ballast``: width of a further layer.
     ``random``: kills that are drawn, see :func:`draw`.  ``log``: a folder for what starts and ends.
     """
     process, kind = int(os.environ["RANK"]), settings.get("kind", "fully_shard")
@@ -130,8 +137,14 @@ def train(settings: dict[str, Any]) -> None:
         def set_faults(now: int) -> None:
             for place, step in [each for each in kills if each[1] == now]:
                 kills.remove([place, step])
-                if place == "host":
-                    kill_after(5, [os.getppid()])
+                if place in ("stop", "spin", "sleep"):
+                    note(settings, f"hung-{process}")
+                    hang(place)
+                elif place in ("interrupt", "slow exit"):
+                    if place == "slow exit":
+                        atexit.register(time.sleep, 4.0)
+                    note(settings, f"interrupted-{process}")
+                    os.kill(os.getpid(), signal.SIGINT)
                 elif isinstance(place, str):
                     stack.enter_context(faults.kill_at(place, rank=None))
                 else:
@@ -152,6 +165,8 @@ def train(settings: dict[str, Any]) -> None:
             made["user"] = {"seen": 0}
             if mistake == "list":
                 return []  # pyright: ignore[reportReturnType]
+            if mistake == "same model" and old:
+                made["model"] = old[0]
             if mistake == "grows" and worlds:
                 made["more"] = nn.Linear(2, 2)
             return made
@@ -159,71 +174,111 @@ def train(settings: dict[str, Any]) -> None:
         set_faults(-1)
         num_passes = 0
         worlds: list[int] = []
+        told: list[int] = []
         if mistake == "group":
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         note(settings, f"started-{process}")
         folder = settings.get("checkpoints")
-        run = shardwise.elastic(
-            build, num_steps=num_steps, num_microbatches=settings.get("V", NUM_MICROBATCHES), folder=folder
-        )
-        for step in run:
-            if mistake == "not entered":
-                continue
-            with step as state:
-                set_faults(step.number)
-                num_passes += 1
-                if "random" in settings and (place := draw(process, num_passes, settings["random"])) is not None:
-                    kills.append([place, step.number])
-                    set_faults(step.number)
-                if settings.get("stuck") == [process, step.number]:
-                    members._STUCK_S = 1.0  # pyright: ignore[reportPrivateUsage]
-                    os.read(os.pipe()[0], 1)
-                if settings.get("late") == [process, step.number]:
-                    while not all(Path(settings["log"], f"raised-{each}").exists() for each in settings["waiting"]):
-                        time.sleep(0.01)
-                    time.sleep(0.5)  # they come to wait for this process in the next generation
+
+        def step(run: ElasticRun, **state: Any) -> object:
+            nonlocal num_passes
+            set_faults(run.number)
+            num_passes += 1
+            if "random" in settings and (place := draw(process, num_passes, settings["random"])) is not None:
+                kills.append([place, run.number])
+                set_faults(run.number)
+            if settings.get("stuck") == [process, run.number]:
+                os.read(os.pipe()[0], 1)
+            if settings.get("hangs", [])[:2] == [process, run.number]:
+                hang(settings["hangs"][2])
+            if settings.get("late") == [process, run.number]:
+                while not all(Path(settings["log"], f"raised-{each}").exists() for each in settings["waiting"]):
+                    time.sleep(0.01)
+                time.sleep(0.5)  # they come to wait for this process in the next generation
+                os.kill(os.getpid(), signal.SIGKILL)
+            if settings.get("raises") == run.number and dist.get_rank() == 1:
+                raise ValueError("no such column")
+            if mistake == "old model" and run.recoveries:
+                old[0](batch_of(run.number))
+            if mistake == "old scheduler" and run.recoveries:
+                old[1].step()
+            if mistake is not None and not old:
+                old.extend([state["model"], state["scheduler"]])
+            if run.number >= 1 and settings.get("slow_ms"):
+                time.sleep(settings["slow_ms"] / 1000)
+            rank, size = dist.get_rank(), dist.get_world_size()
+            try:
+                loss = state["model"](batch_of(run.number).chunk(size)[rank])
+                if mistake == "swallows" and run.number == 2 and rank == 1:
+                    return 0.0  # as if it had caught an exception
+                (loss * size / 4).backward()
+            except RuntimeError:
+                note(settings, f"raised-{process}")
+                raise
+            state["optimizer"].step()
+            state["optimizer"].zero_grad()
+            state["scheduler"].step()
+            state["user"]["seen"] += 1
+            worlds.append(size)
+            if folder is not None:
+                save(folder, state, step=run.number + 1, wait=not settings.get("background"))
+            if run.number + 1 == settings.get("leaves"):
+                run.stop()
+            if settings.get("differs") == run.number:
+                state["user"]["seen"] += rank
+            return threading.Lock() if mistake == "lock" else float(rank)
+
+        def on_commit(run: ElasticRun, result: Any) -> None:
+            if "kill_told" in settings:
+                if [process, run.number] == settings["kill_told"]:
                     os.kill(os.getpid(), signal.SIGKILL)
-                if settings.get("raises") == step.number and dist.get_rank() == 1:
-                    raise ValueError("no such column")
-                if step.number >= 1 and settings.get("slow_ms"):
-                    time.sleep(settings["slow_ms"] / 1000)
-                rank, size = dist.get_rank(), dist.get_world_size()
-                try:
-                    loss = state["model"](batch_of(step.number).chunk(size)[rank])
-                    (loss * size / 4).backward()
-                except RuntimeError:
-                    note(settings, f"raised-{process}")
-                    raise
-                state["optimizer"].step()
-                state["optimizer"].zero_grad()
-                state["scheduler"].step()
-                state["user"]["seen"] += 1
-                worlds.append(size)
-                if folder is not None:
-                    save(folder, state, step=step.number + 1, wait=not settings.get("background"))
-                if step.number + 1 == settings.get("leaves"):
-                    break
-                if settings.get("differs") == step.number:
-                    state["user"]["seen"] += rank
-    is_over.set()
-    is_watching = run._process._watcher.is_alive()  # pyright: ignore[reportPrivateUsage]
+                dist.barrier()  # the others wait here for the one that is killed
+            told.append(run.number)
+            results.append(result - dist.get_rank())
+
+        def after(run: ElasticRun) -> None:
+            if settings.get("kill_after") == process:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.barrier()
+            is_over.set()
+
+        old: list[Any] = []
+        results: list[float] = []
+        run = shardwise.elastic(
+            build,
+            step,
+            num_steps=num_steps,
+            num_microbatches=settings.get("V", NUM_MICROBATCHES),
+            on_commit=on_commit,
+            after=after,
+            folder=folder,
+        )
+    is_watching = "shardwise-elastic" in [each.name for each in threading.enumerate()]
     if folder is not None:
         finish(folder)
-    assert run.state is not None
     state = run.state
     note(settings, f"ended-{process}-{num_passes}")
     inner = getattr(state["model"], "module", state["model"])
     found = shardwise.full_state_dict(inner)
     if dist.get_rank() == 0:
         more = {"seen": state["user"]["seen"], "worlds": worlds, "recoveries": [r.cause for r in run.recoveries]}
-        more["is_watching"] = is_watching
+        more |= {"is_watching": is_watching, "told": told, "results": results}
         more["num_bytes"] = run.num_bytes
         more["timeouts_s"] = [timeout_s_of(group) for group in all_groups()]
         more["seconds"] = [dict(r.seconds) for r in run.recoveries]
-        more["threads"] = threading.active_count()
+        more |= {"threads": len(os.listdir("/proc/self/task")), "fds": len(os.listdir("/proc/self/fd"))}
         more |= {"momentum": len(state["optimizer"].state_dict()["state"]) if kind != "zero" else 0}
         torch.save([found, more], settings["out"])
     dist.destroy_process_group()
+
+
+def hang(how: str) -> None:
+    """Stop, or spin, or sleep, for ever."""
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while how == "spin":
+        pass
+    time.sleep(1e6)
 
 
 def note(settings: dict[str, Any], what: str) -> None:
@@ -232,13 +287,12 @@ def note(settings: dict[str, Any], what: str) -> None:
         Path(settings["log"], what).touch()
 
 
-def kill_after(milliseconds: float, others: Sequence[int] = ()) -> Callable[[], None]:
-    """Kill ``others`` and this process from another thread."""
+def kill_after(milliseconds: float) -> Callable[[], None]:
+    """Kill this process from another thread."""
 
     def kill() -> None:
         if not is_over.wait(milliseconds / 1000):
-            for each in (*others, os.getpid()):
-                os.kill(each, signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
     return kill

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
+from shardwise.elastic.run import ElasticRun
 
 NUM_STEPS, NUM_MICROBATCHES, WIDTH = 8, 12, 17
 
@@ -72,34 +73,39 @@ def build() -> dict[str, Any]:
 
 def main() -> None:
     out, kills = Path(sys.argv[1]), {tuple(map(int, each.split(":"))) for each in sys.argv[2:]}
-    worlds, loss, digests = list[int](), torch.zeros(()), ExitStack()
-    fixed = None
-    for step in shardwise.elastic(build, num_steps=NUM_STEPS, num_microbatches=NUM_MICROBATCHES):
-        with step as state:
-            if step.state["fixed"] is not fixed:  # other ranks make the steps from here on
-                fixed, digests = step.state["fixed"], ExitStack()
-                digests.enter_context(shardwise.RunDigests(fixed, out.with_name(f"{out.name}-digests")))
-            worlds.append(dist.get_world_size())
-            losses: list[torch.Tensor] = []
-            packed, mixed = (state[name].of_step(step.number) for name in ("packed", "mixed"))
-            for _, windows, rows in zip(state["fixed"].microbatches(), packed, mixed, strict=True):
-                x = rows + windows["tokens"] / 10 + windows["positions"]
-                loss = state["model"](x).square().mean() / NUM_MICROBATCHES
-                loss.backward()
-                losses.append(loss.detach())
-                place = (step.number, dist.get_rank())
-                mark = out.with_name(f"killed-{place}")
-                if place in kills and not mark.exists():
-                    mark.touch()
-                    os.kill(os.getpid(), signal.SIGKILL)
-            state["fixed"].clip_grad_norm_(0.5)
-            state["optimizer"].step()
-            state["optimizer"].zero_grad()
-            loss = state["fixed"].sum(losses)
-        if step.number == NUM_STEPS - 1:
-            found = {name: param.full_tensor().detach() for name, param in state["model"].named_parameters()}
+    worlds, digests = list[int](), ExitStack()
+    fixed: object = None
+
+    def step(run: ElasticRun, **state: Any) -> torch.Tensor:
+        nonlocal fixed, digests
+        if state["fixed"] is not fixed:  # other ranks make the steps from here on
+            fixed, digests = state["fixed"], ExitStack()
+            digests.enter_context(shardwise.RunDigests(state["fixed"], out.with_name(f"{out.name}-digests")))
+        worlds.append(dist.get_world_size())
+        losses: list[torch.Tensor] = []
+        packed, mixed = (state[name].of_step(run.number) for name in ("packed", "mixed"))
+        for _, windows, rows in zip(state["fixed"].microbatches(), packed, mixed, strict=True):
+            x = rows + windows["tokens"] / 10 + windows["positions"]
+            loss = state["model"](x).square().mean() / NUM_MICROBATCHES
+            loss.backward()
+            losses.append(loss.detach())
+            place = (run.number, dist.get_rank())
+            mark = out.with_name(f"killed-{place}")
+            if place in kills and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        state["fixed"].clip_grad_norm_(0.5)
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        return state["fixed"].sum(losses)
+
+    def save_last(run: ElasticRun, loss: torch.Tensor) -> None:
+        if run.number == NUM_STEPS:
+            found = {name: param.full_tensor().detach() for name, param in run.state["model"].named_parameters()}
             if dist.get_rank() == 0:
                 torch.save((found | {"loss": loss}, worlds), out)
+
+    shardwise.elastic(build, step, num_steps=NUM_STEPS, num_microbatches=NUM_MICROBATCHES, on_commit=save_last)
     digests.close()
 
 

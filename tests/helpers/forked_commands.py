@@ -153,11 +153,13 @@ def run_main_script(script: str, environment: dict[str, str], outputs: tuple[Pat
     run_code(["-c", f"import runpy; runpy.run_path({script!r}, run_name='__main__')"], environment)
 
 
-def _fork_rank(words: Sequence[str], environment: Mapping[str, str], place: launch.LaunchContext) -> Forked:
+def _fork_rank(
+    words: Sequence[str], environment: Mapping[str, str], place: launch.LaunchContext, fds: tuple[int, ...] = ()
+) -> Forked:
     kept: Any = () if place.own_sessions else launch._KEPT_FROM_RANKS  # pyright: ignore
     signal.pthread_sigmask(signal.SIG_BLOCK, kept)
     try:
-        arguments = (list(words), dict(environment), place.own_sessions)
+        arguments = (list(words), dict(environment), place.own_sessions, fds)
         process = mp.get_context("fork").Process(target=_run_rank, args=arguments)
         process.start()
         return Forked(process)
@@ -165,11 +167,11 @@ def _fork_rank(words: Sequence[str], environment: Mapping[str, str], place: laun
         signal.pthread_sigmask(signal.SIG_UNBLOCK, kept)
 
 
-def _run_rank(words: list[str], environment: dict[str, str], own_session: bool) -> None:
+def _run_rank(words: list[str], environment: dict[str, str], own_session: bool, shared: tuple[int, ...]) -> None:
     if own_session:
         os.setsid()
     with open(os.devnull) as nothing:  # ``exec`` closes descriptors, such as those of the launcher's locks
-        for fd in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, nothing.fileno()}:
+        for fd in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, nothing.fileno(), *shared}:
             with contextlib.suppress(OSError):  # that of the list itself
                 if not os.get_inheritable(fd):
                     os.dup2(nothing.fileno(), fd, inheritable=False)

@@ -99,6 +99,7 @@ from shardwise import (
 from shardwise.checkpoint import Loaded, PerRank, RandomState, finish, load, save
 from shardwise.checkpoint.convert import export_model
 from shardwise.checkpoint.dcp import TorchDcpReader
+from shardwise.elastic.run import ElasticRun
 from shardwise.testing import WorkerPool, faults, prove
 
 
@@ -335,11 +336,20 @@ def outlives(batches: list[Tensor]) -> int:
         model = Net()
         return model, torch.optim.AdamW(model.parameters())
 
-    run = elastic(build, num_steps=len(batches), num_microbatches=12, folder="run")
-    for step in run:
-        with step as (model, optimizer):
-            model(batches[step.number]).sum().backward()
-            optimizer.step()
+    def step(run: ElasticRun, model: Net, optimizer: torch.optim.Optimizer) -> float:
+        loss = model(batches[run.number]).sum()
+        loss.backward()
+        optimizer.step()
+        if loss.item() < 0.1:
+            run.stop()
+        return loss.item()
+
+    def log(run: ElasticRun, loss: float) -> None:
+        print(run.number, loss)
+
+    run = elastic(
+        build, step, num_steps=len(batches), num_microbatches=12, on_commit=log, after=lambda run: None, folder="run"
+    )
     seconds: list[float] = [each.seconds["groups"] for each in run.recoveries]
     print(run.num_bytes, seconds, run.state)
     return run.number
