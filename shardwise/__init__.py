@@ -45,8 +45,8 @@ from shardwise.fsdp.mesh import (
     DDPMeshInfo,
     FSDPMeshInfo,
     HSDPMeshInfo,
-    Placements,
     ShardPlacementResult,
+    Strategy,
 )
 from shardwise.fsdp.module import FSDPModule, GradientReductionHandle, UnshardHandle, get_cls_to_fsdp_cls, policy
 from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -104,7 +104,6 @@ __all__ = [
     "OffloadReport",
     "OptimizerOffload",
     "Packed",
-    "Placements",
     "Plan",
     "RankError",
     "RejectedStep",
@@ -118,6 +117,7 @@ __all__ = [
     "StateError",
     "StepError",
     "StepMeter",
+    "Strategy",
     "Trace",
     "TransportError",
     "UnitCompression",

@@ -31,7 +31,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from shardwise import torch_private
 from shardwise.collectives.owned import plain_parts
 from shardwise.errors import ConfigError
-from shardwise.fsdp.mesh import STRATEGIES as ROWS
+from shardwise.fsdp.mesh import Strategy
 from shardwise.fsdp.shard_model import families_of
 from shardwise.one_host import resident_bytes
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, Child, group_blocks
@@ -286,10 +286,10 @@ def with_hosts(hardware: Hardware, ranks: int, hosts: int) -> Hardware:
 
 # ---- One way to train a model: the API, the mesh, the sizes of units, and the structure of a step.
 
-# Rows of the table of placements, as ``shard_model`` and ``shardwise train --shard`` name them; "none": torch's DDP.
-STRATEGIES = (*(name for name in ROWS if name != "hfsdp"), "none")
-SHARDING = frozenset(name for name in STRATEGIES[:-1] if "sharded" in ROWS[name].optimizer)  # parameters, between steps
-RESHARDING = frozenset(name for name in SHARDING if "sharded" in ROWS[name].parameter)  # parameters, after forward
+# As ``shard_model`` and ``shardwise train --shard`` name them; "none": torch's DDP.
+STRATEGIES = (*(each.value for each in Strategy if each is not Strategy.HFSDP), "none")
+RESHARDING = frozenset({"zero3", "hsdp"})  # parameters, after forward
+SHARDING = RESHARDING | {"zero2"}  # parameters, between steps
 UNIT_STRATEGIES = SHARDING | {"ddp"}  # of our engine; the others are under torch's DDP
 COLLECTIVE, SHARED = "collective", "shared memory"
 ONE_UNIT = 1 << 62  # a unit size that no block has: all parameters are one unit
