@@ -169,8 +169,7 @@ def test_private_torch_names_live_in_one_file(path: Path) -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
             private = [part for part in (node.module or "").split(".") if part.startswith("_")]
             private += [alias.name for alias in node.names if alias.name.startswith("_") and not node.level]
-            allowed = node.module == "torch.distributed.tensor._dtensor_spec"
-            assert not private or allowed, f"{path.name} imports {node.module}.{[a.name for a in node.names]}"
+            assert not private, f"{path.name} imports {node.module}.{[a.name for a in node.names]}"
         if isinstance(node, ast.Attribute):
             assert node.attr not in OF_TORCH, f"{path.name}:{node.lineno}: {ast.unparse(node)}"
         if isinstance(node, ast.Constant):

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise import torch_private
 from shardwise.consistency.agreement import MismatchCheck
-from shardwise.consistency.store import digest_of, sample_of
+from shardwise.consistency.store import are_threads, digest_of, sample_of
 from shardwise.errors import DesyncError
 from shardwise.formatting import format_ranks
 from shardwise.fsdp.equal_values import unwritten
@@ -96,7 +95,7 @@ def _compare(
 
     Nothing is compared if ranks are threads: they share one random generator, so no two ranks start with the same values.
     """
-    if torch_private.are_threads():
+    if are_threads():
         return {}
 
     def exchange(topic: str, values: Mapping[Key, Any]) -> dict[Key, list[Any]]:

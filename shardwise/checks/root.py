@@ -158,7 +158,7 @@ def _digests_in(root: nn.Module) -> dict[str, str]:
         f"{path}.{name}" if path else name: f"{digest_of(buffer):x}"
         for path, module in root.named_modules()
         if id(module) not in shared
-        for name, buffer in torch_private.saved_buffers_of(module).items()
+        for name, buffer in torch_private.buffers_of(module, saved=True).items()
         if type(buffer) is torch.Tensor and not buffer.is_meta
     }
 

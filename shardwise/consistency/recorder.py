@@ -330,17 +330,8 @@ class Recorder:
         found = [entry for entry in observe.entries() if entry[0] >= self._began_s]
         events = [Event(entry[0] + since, entry[1], *map(_plain, entry[2:])) for entry in found]
         main = threading.main_thread().ident or 0
-        return Record(
-            self._rank,
-            self._num_ranks,
-            platform.node(),
-            self._pid,
-            main,
-            now_s,
-            tuple(self._reasons),
-            tuple(self._stacks),
-            tuple(events),
-        )
+        who = self._rank, self._num_ranks, platform.node(), self._pid, main
+        return Record(*who, now_s, tuple(self._reasons), tuple(self._stacks), tuple(events))
 
     def _put(self, record: Record) -> Path:
         if self.folder.parent == default_place():

@@ -478,7 +478,7 @@ class Process:
     def set_timeouts(self, seconds: float = default_pg_timeout.total_seconds()) -> None:
         """Set the timeout of all groups; by default to torch's."""
         for group in torch_private.all_groups():
-            torch_private.set_timeout(group, seconds)
+            group.set_timeout(timedelta(seconds=seconds))
 
     def note_formed(self) -> None:
         """Note that all ranks of the generation have entered it."""

@@ -25,6 +25,7 @@ from shardwise import torch_private
 from shardwise.arguments import explains_arguments, ids_of_ignored, unknown_argument
 from shardwise.collectives.compressed import CompressionPolicy
 from shardwise.collectives.owned import broadcast_from_first
+from shardwise.collectives.streams import accelerator_type
 from shardwise.errors import ArgumentTypeError, ConfigError, StateError, UsageError
 from shardwise.fsdp.attachment import attachment_of, is_managed_by_torch, units_in
 from shardwise.fsdp.build import Preset, ShardPlacementFn, build_unit
@@ -85,11 +86,11 @@ def default_mesh(dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
     """Return the 1-D mesh of all ranks; initialize the process group if needed (of one rank without a launcher)."""
     if not dist.is_initialized():
         _join_or_stand_alone()
-    return init_device_mesh(torch_private.accelerator_type(), (dist.get_world_size(),), mesh_dim_names=dim_names)
+    return init_device_mesh(accelerator_type(), (dist.get_world_size(),), mesh_dim_names=dim_names)
 
 
 def _join_or_stand_alone() -> None:
-    device_type = torch_private.accelerator_type()
+    device_type = accelerator_type()
     backend = "nccl" if device_type == "cuda" else "gloo" if device_type == "cpu" else None
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend)
@@ -490,7 +491,7 @@ def _replica_axes(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, dd
         raise StateError(f"Expected device_id to be int or torch.device, but got {type(device_id)}")
     mesh = mesh if mesh is not None else ddp.get("device_mesh")
     if mesh is None and group is not None:
-        mesh = DeviceMesh.from_group(group, torch_private.accelerator_type(), mesh_dim_names=("replicate",))
+        mesh = DeviceMesh.from_group(group, accelerator_type(), mesh_dim_names=("replicate",))
     mesh = _checked_mesh(mesh, ("replicate",))
     axes = MeshAxes(mesh, replicate_mesh_dim=0) if dims is None else _axes_of(mesh, dims)
     if axes.shard_mesh_dim is not None:

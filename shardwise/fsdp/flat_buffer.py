@@ -444,8 +444,7 @@ class Delivery:
         else:
             sources = shards.packed_windows(packed)
             self._packed_windows.put(packed, sources)
-        if sources:
-            torch_private.copy_each(self._full_windows, sources)
+        torch_private.copy_all(self._full_windows, sources)
 
 
 class Packing:

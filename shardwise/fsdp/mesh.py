@@ -229,7 +229,7 @@ def _tensor_parallel_spec(param: DTensor, fqn: str, axes: MeshAxes, dim: int) ->
             f"DTensor '{fqn}' and {axes.mesh.device_type} for FSDP"
         )
     mesh = torch_private.join_meshes([axes.mesh, inner.mesh])
-    shard = _strided(dim, torch_private.num_shards_of_dim(inner, dim))
+    shard = _strided(dim, inner.num_shards_map[dim])
     placements = (*_data_parallel_placements(axes, shard), *inner.placements)
     return torch_private.make_spec(mesh, placements, param.shape, param.stride(), param.dtype)
 

@@ -654,7 +654,7 @@ class OpWatch:
                 made += 1
         self._peak = max(self._peak, self.live_bytes)
         if func.namespace == "_c10d_functional":
-            rings = _RINGS.get(torch_private.packet_of(func).__name__, 0)
+            rings = _RINGS.get(func.overloadpacket.__name__, 0)
             self._rings += rings
             self._ring_bytes += rings * max(t.numel() * t.element_size() for t in [*inputs, *outputs])
         elif made or torch_private.is_mutating(func):
@@ -677,7 +677,7 @@ class OpWatch:
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: object) -> float:
     """Return the floating-point operations of matrix products and attention; 0 for anything else."""
-    packet = torch_private.packet_of(func)
+    packet = func.overloadpacket
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=out))
     name = packet.__name__
