@@ -55,9 +55,9 @@ from shardwise.fsdp.trace import Span, Trace, trace
 from shardwise.loop.launch import notebook_launch
 from shardwise.loop.meter import StepMeter
 from shardwise.offload.activations import ActivationPolicy, apply_activations
+from shardwise.offload.disk import DiskOffloadPolicy
 from shardwise.offload.fit import MemoryLimit
 from shardwise.offload.optimizer import OffloadReport, OptimizerOffload, offload_report
-from shardwise.offload.tiers import DiskOffloadPolicy
 from shardwise.one_host import find_version as _find_version
 from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.plan.grouping import UnitRow, UnitTable

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from shardwise import torch_private
-from shardwise.checks.initial_values import compare_beginnings, compare_replicas
-from shardwise.checks.model import TreeWatch, check_values
-from shardwise.checks.optimizer_steps import OptimizerSteps
+from shardwise.checks.model import TreeWatch, check_values, compare_beginnings, compare_replicas
+from shardwise.checks.optimizers import OptimizerSteps
 from shardwise.consistency.store import digest_of
 from shardwise.errors import ConfigError, StateError, TransportError
 from shardwise.fsdp.attachment import Attachment

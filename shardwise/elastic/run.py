@@ -24,7 +24,7 @@ from shardwise.checkpoint.format import Held, Write, held_from_text, held_to_tex
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.save import finish_all
 from shardwise.checkpoint.state import BufferCheck, contents_of
-from shardwise.checks.optimizer_steps import OptimizerSteps
+from shardwise.checks.optimizers import OptimizerSteps
 from shardwise.consistency.process_groups import all_have_come, gather_objects, group_of, largest_words
 from shardwise.elastic.members import VARIABLE, ElasticTerms, Generation, Process
 from shardwise.elastic.memory import CommitMark, StateMemory

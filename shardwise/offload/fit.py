@@ -24,8 +24,8 @@ from shardwise.formatting import format_bytes, parse_size
 from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.fsdp.shard_model import blocks_of
 from shardwise.offload.activations import ActivationPolicy, apply_activations
+from shardwise.offload.disk import DiskOffloadPolicy
 from shardwise.offload.optimizer import OffloadedStep, OptimizerOffload
-from shardwise.offload.tiers import DiskOffloadPolicy
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, optimizer_backend
 from shardwise.planner.advice import Choices, Plan, plan
 from shardwise.planner.hardware import (

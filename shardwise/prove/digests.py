@@ -19,8 +19,8 @@ from shardwise.errors import ShardwiseError, StateError
 from shardwise.fsdp.attachment import attachment_of
 from shardwise.prove.compare import lines_of
 from shardwise.prove.sketch import Box, digest
-from shardwise.reproducible.norm import cut_of
 from shardwise.reproducible.reproducible import Reproducible
+from shardwise.reproducible.sums import cut_of
 from shardwise.safe_files import open_append, replace_file
 
 FILE = "digests.jsonl"
