@@ -28,7 +28,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, _ran
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 _Kind = TypeVar("_Kind", bound=torch.Tensor)
 
@@ -323,16 +323,6 @@ def buffers_of(module: nn.Module, saved: bool = False) -> dict[str, torch.Tensor
         return module._buffers
     hidden = module._non_persistent_buffers_set
     return {name: each for name, each in module._buffers.items() if each is not None and name not in hidden}
-
-
-def leaves_of(tree: object) -> list[Any]:
-    """Return the leaves of the lists, tuples and dicts in ``tree``, in order.
-
-    Why: torch reads arguments so, with containers that users have registered.  Until ``torch.utils.pytree`` is public.
-    """
-    from torch.utils._pytree import tree_leaves
-
-    return tree_leaves(tree)
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
@@ -837,7 +827,7 @@ def watching(watch: Callable[[Any, Any, Any], None], *, is_seen: bool = True) ->
             if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor):
                 return args[0]  # torch creates another one here; for real ones it waits, and returns the same
             out = func(*args, **given)
-            if is_faked or not any(isinstance(each, FakeTensor) for each in leaves_of((args, out))):
+            if is_faked or not any(isinstance(each, FakeTensor) for each in tree_leaves((args, out))):
                 watch(func, (args, given), out)
             return out
 

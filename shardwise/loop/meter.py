@@ -23,6 +23,7 @@ from shardwise.consistency.failure_report import naming_lost_peers
 from shardwise.consistency.process_groups import gather_rows
 from shardwise.errors import ConfigError, DesyncError
 from shardwise.formatting import format_bytes, format_ranks
+from shardwise.fsdp.casting import tensors_in
 from shardwise.fsdp.trace import Trace, trace
 from shardwise.one_host import read_proc
 from shardwise.planner.hardware import flops_of
@@ -212,7 +213,7 @@ class StepMeter:
         """Count the operations from here to the next forward, or to the end of the step, unless they are known."""
         if self._peak_flops is None or self._passes is None or torch.compiler.is_compiling():
             return
-        shapes = [each.shape for each in torch_private.leaves_of(inputs) if isinstance(each, Tensor)]
+        shapes = [each.shape for each in tensors_in(inputs)]
         self._passes.append((len(self._passes), torch.is_grad_enabled(), *shapes))
         self._counting.close()
         if self._passes[-1] not in self._flops:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from shardwise import torch_private
 from shardwise.errors import ConfigError
+from shardwise.fsdp.casting import tensors_in
 from shardwise.optim.slices import MakeOptimizer, known_base
 from shardwise.optim.state_dict import options_of
 
@@ -52,14 +53,14 @@ class SumsOverRanks(torch_private.DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        inputs = [each for each in _tensors_in((args, dict(kwargs or {}))) if self._is_per_element(each)]
+        inputs = [each for each in tensors_in((args, dict(kwargs or {}))) if self._is_per_element(each)]
         if not inputs:
             return out
-        numbers = [each for each in _tensors_in(out) if each.dim() == 0 and not self._is_per_element(each)]
+        numbers = [each for each in tensors_in(out) if each.dim() == 0 and not self._is_per_element(each)]
         if numbers and all(each.dim() > 0 for each in inputs):
             self._take(func, args, numbers)
             return out
-        for tensor in _tensors_in(out):
+        for tensor in tensors_in(out):
             self._follow(tensor)
         return out
 
@@ -86,10 +87,6 @@ class SumsOverRanks(torch_private.DispatchMode):
         storage = tensor.untyped_storage()
         found = self._per_element.get(id(storage))
         return found is not None and found() is storage
-
-
-def _tensors_in(tree: object) -> list[torch.Tensor]:
-    return [each for each in torch_private.leaves_of(tree) if isinstance(each, torch.Tensor)]
 
 
 def per_element_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -31,6 +31,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from shardwise import torch_private
 from shardwise.collectives.owned import plain_parts
 from shardwise.errors import ConfigError
+from shardwise.fsdp.casting import tensors_in
 from shardwise.fsdp.mesh import Strategy
 from shardwise.fsdp.shard_model import families_of
 from shardwise.one_host import resident_bytes
@@ -644,8 +645,8 @@ class OpWatch:
         """Record an operation that has just run."""
         if func.namespace == "prim":
             return
-        inputs = [each for each in torch_private.leaves_of(given) if isinstance(each, torch.Tensor)]
-        outputs = [each for each in torch_private.leaves_of(out) if isinstance(each, torch.Tensor)]
+        inputs = tensors_in(given)
+        outputs = tensors_in(out)
         made = 0
         for tensor in outputs:
             storage = tensor.untyped_storage()
@@ -699,7 +700,7 @@ def default_loss(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
     """Return next-token cross entropy in fp32 for integer inputs (batch, time), else the mean of the output."""
     output: object = model(*inputs)
     found = getattr(output, "logits", output)
-    logits = found if isinstance(found, torch.Tensor) else cast(torch.Tensor, torch_private.leaves_of(found)[0])
+    logits = tensors_in(found)[0]
     if inputs and not inputs[0].is_floating_point() and logits.shape[:-1] == inputs[0].shape:
         return F.cross_entropy(logits.float().flatten(0, -2), inputs[0].flatten().long())
     return logits.float().mean()
@@ -878,8 +879,8 @@ class _Steps:
                 begun.append(True)
                 self._pass(StepEvent.PRE_BACKWARD, number)
 
-        for each in torch_private.leaves_of(output):
-            if isinstance(each, torch.Tensor) and each.requires_grad:
+        for each in tensors_in(output):
+            if each.requires_grad:
                 each.register_hook(enter_backward)
 
     def _arrive(self, mark: StepMark, param: torch.Tensor) -> None:

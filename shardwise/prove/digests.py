@@ -17,6 +17,7 @@ from shardwise import torch_private
 from shardwise.collectives.owned import sum_bytes, sum_of
 from shardwise.errors import ShardwiseError, StateError
 from shardwise.fsdp.attachment import attachment_of
+from shardwise.fsdp.casting import tensors_in
 from shardwise.prove.compare import lines_of
 from shardwise.prove.sketch import Box, digest
 from shardwise.reproducible.reproducible import Reproducible
@@ -91,7 +92,7 @@ class RunDigests:
         number = self._fixed.place.number
         if number is None or self._outputs[name][number]:  # blocks that are computed again in backward
             return
-        tensors = [each for each in torch_private.leaves_of(output) if isinstance(each, torch.Tensor)]
+        tensors = tensors_in(output)
         self._outputs[name][number] = sum(digest(torch_private.local_of(each.detach())) for each in tensors)
         self._outputs[name] = self._outputs.pop(name)  # after the last microbatch the order is that of the outputs
 

@@ -39,7 +39,7 @@ def fake_ranks() -> object:
     dist.destroy_process_group()
 
 
-MOST_ENTRIES = 83  # it only falls
+MOST_ENTRIES = 82  # it only falls
 
 
 def test_every_entry_has_a_reason_a_test_and_a_row_on_the_page() -> None:
@@ -662,9 +662,8 @@ def test_watching_hears_of_every_operation() -> None:
     assert heard == ["aten.ones.default False 1", "aten.add_.Tensor True 2"]
 
 
-def test_trees_are_read_and_changed_in_order() -> None:
+def test_trees_are_changed() -> None:
     tree = {"a": [torch.ones(1), 2], "b": (torch.zeros(1),)}
-    assert [float(each) for each in private.leaves_of(tree)] == [1.0, 2.0, 0.0]
     assert private.map_tensors(float, tree) == {"a": [1.0, 2], "b": (0.0,)}
 
 
