@@ -302,10 +302,6 @@ class MismatchCheck:
         """Return what ``rank`` has posted about ``what``, None if there is nothing; does not wait."""
         return self._exchange.peek(what, self.members.index(rank))
 
-    def post_writes(self, place: str, values: Sequence[str]) -> None:
-        """Post what this rank has written at ``place``."""
-        self.post(f"writes/{place}", json.dumps(list(values)))
-
     def check_writes(self, place: str, values: Sequence[str]) -> None:
         """Raise DesyncError unless all ranks have posted the same ``values`` at ``place``, which all have passed."""
         exchange = self._exchange

@@ -168,13 +168,9 @@ class Record:
     events: tuple[Event, ...] = field(default=(), repr=False)
 
 
-def _texts(values: Any) -> tuple[str, ...]:
-    return tuple(map(str, values))
-
-
 _ROWS: dict[str, tuple[type[Any], tuple[Callable[[Any], Any], ...]]] = {  # the values of each, in order
     "reasons": (Reason, (float, str)),
-    "stacks": (Stack, (float, int, str, _texts)),
+    "stacks": (Stack, (float, int, str, lambda lines: tuple(map(str, lines)))),
     "events": (Event, (float, int, str, int, str, str)),
 }
 

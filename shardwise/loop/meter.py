@@ -24,7 +24,7 @@ from shardwise.consistency.process_groups import gather_rows
 from shardwise.errors import ConfigError, DesyncError
 from shardwise.formatting import format_bytes, format_ranks
 from shardwise.fsdp.casting import tensors_in
-from shardwise.fsdp.trace import Trace, trace
+from shardwise.fsdp.trace import trace
 from shardwise.one_host import read_proc
 from shardwise.planner.hardware import flops_of
 
@@ -130,7 +130,7 @@ class StepMeter:
         if self.num_steps == 1:
             sums.first_data_s = sums.data_s
         if traced is not None:
-            sums.waits_s = _exposed_s(traced)
+            sums.waits_s = sum(traced.exposed_s().values()) if traced.spans else math.nan
 
     def log(self, **values: float | Tensor) -> dict[str, float | None] | None:
         """Write figures if the last step is one of every ``every``, and return them; else None.
@@ -290,10 +290,6 @@ def _number(name: str, value: float | Tensor) -> float:
         return float(value.detach() if isinstance(value, Tensor) else operator.truediv(value, 1))
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"StepMeter: {name} is a {type(value).__name__}, expected a number") from error
-
-
-def _exposed_s(traced: Trace) -> float:
-    return sum(traced.exposed_s().values()) if traced.spans else math.nan
 
 
 def _memory(device: torch.device) -> tuple[float, float]:

@@ -145,7 +145,7 @@ def save_units(saved: Saved, attachments: Sequence[Attachment]) -> None:
         saved.then(_unit_as_it_is(attachment.unit))
         for compression in [group.compression for group in attachment.unit.groups]:
             if compression is not None:
-                saved.num_bytes += compression.residual_bytes
+                saved.num_bytes += sum(each.nbytes for each in compression.residuals.values())
                 saved.then(compression.mark())
     saved.then(drop_engines)
 
