@@ -809,7 +809,7 @@ def watching(watch: Callable[[Any, Any, Any], None], *, is_seen: bool = True) ->
     placements once, count in a fake mode only.
     ``is_seen`` False: :func:`has_dispatch_mode` ignores it, so that tensors take the same code path as without it.
 
-    Why: a dry run and a meter count operations.  Until the mode is public.
+    Why: a dry run and a meter count operations; a probe finds optimizers that sum over elements.  Until the mode is public.
     """
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensor
@@ -1058,13 +1058,6 @@ def forget_meshes() -> None:
         clear: Callable[[], None] | None = getattr(place, name, None)
         if clear is not None:
             clear()
-
-
-DispatchMode = TorchDispatchMode
-"""What torch documents for tools that see every operation.
-
-Why: a probe finds optimizers that sum over elements.  Until it is public.
-"""
 
 
 # --- transactions (consistency/process_groups.py, transaction/) ---
