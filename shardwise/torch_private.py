@@ -480,26 +480,20 @@ def make_spec(
 _specs: weakref.WeakValueDictionary[object, DTensorSpec] = weakref.WeakValueDictionary()
 
 
-def spec_in(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """Return ``spec`` for a tensor of ``dtype``.
-
-    Why: gradients may have another dtype than their parameter.  Until specs are public.
-    """
-    meta = spec.tensor_meta
-    if meta is None or meta.dtype is dtype:
-        return spec
-    return make_spec(spec.mesh, spec.placements, meta.shape, meta.stride, dtype)
-
-
 _SPEC = operator.attrgetter("_spec")
 
 
-def spec_of(tensor: DTensor) -> DTensorSpec:
-    """Return the mesh, placements and global shape of ``tensor``.
+def spec_of(tensor: DTensor, dtype: torch.dtype | None = None) -> DTensorSpec:
+    """Return the mesh, placements and global shape of ``tensor``; ``dtype``: for a tensor of that.
 
-    Why: mesh, placements and global shape at once.  Until specs are public.
+    Why: mesh, placements and global shape at once; gradients may have another dtype than their parameter.  Until specs are
+    public.
     """
-    return tensor._spec
+    spec = tensor._spec
+    meta = None if dtype is None else spec.tensor_meta
+    if dtype is None or meta is None or meta.dtype is dtype:
+        return spec
+    return make_spec(spec.mesh, spec.placements, meta.shape, meta.stride, dtype)
 
 
 def specs_of(tensors: Sequence[torch.Tensor]) -> list[DTensorSpec | None]:

@@ -255,7 +255,7 @@ def as_gradient(param: ShardedParam, window: torch.Tensor) -> torch.Tensor:
     """Return ``window`` in the form that users see as gradient of ``param``: a DTensor if the parameter is one."""
     if not isinstance(param.sharded, DTensor):
         return window
-    spec = torch_private.spec_in(torch_private.spec_of(param.sharded), window.dtype)
+    spec = torch_private.spec_of(param.sharded, window.dtype)
     return torch_private.dtensor_from_local(window, spec)
 
 

@@ -791,7 +791,7 @@ def _fake(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
 def _fake_parameter(param: nn.Parameter, precision: str) -> nn.Parameter:
     dtype = torch.bfloat16 if precision == "bf16" and param.is_floating_point() else param.dtype
     if isinstance(param, DTensor):
-        spec = torch_private.spec_in(torch_private.spec_of(param), dtype)
+        spec = torch_private.spec_of(param, dtype)
         local = _fake(torch_private.local_of(param), dtype)
         fake = torch_private.parameter_from_local(local, spec, param.requires_grad)
     else:

@@ -378,7 +378,7 @@ def state_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor | None:
         return value
     if value.shape != torch_private.local_of(param).shape:
         return None
-    spec = torch_private.spec_in(torch_private.spec_of(param), value.dtype)
+    spec = torch_private.spec_of(param, value.dtype)
     return torch_private.dtensor_from_local(value.detach(), spec)
 
 
