@@ -51,9 +51,9 @@ from shardwise.fsdp.mesh import (
 from shardwise.fsdp.module import FSDPModule, GradientReductionHandle, UnshardHandle, get_cls_to_fsdp_cls, policy
 from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.fsdp.shard_model import shard_model
-from shardwise.fsdp.trace import Span, Trace, trace
 from shardwise.loop.launch import notebook_launch
 from shardwise.loop.meter import StepMeter
+from shardwise.loop.trace import Span, Trace, trace
 from shardwise.offload.activations import ActivationPolicy, apply_activations
 from shardwise.offload.disk import DiskOffloadPolicy
 from shardwise.offload.fit import MemoryLimit

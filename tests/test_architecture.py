@@ -20,7 +20,7 @@ ROOT = Path(shardwise.__file__).parent
 LINES: tuple[tuple[str, ...], ...] = (
     ("observe", "torch_private", "one_host", "formatting"),
     ("errors",),
-    ("arguments", "safe_files", "random_state", "layout", "plan"),
+    ("arguments", "containers", "safe_files", "random_state", "layout", "plan"),
     ("consistency",),
     ("collectives", "data"),
     ("fsdp",),
@@ -320,25 +320,25 @@ def test_files_and_functions_are_short() -> None:
 
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
-    "fsdp": 5925,  # with plan and checks 6660, of which issue 57 about 240
-    "collectives": 2650,  # of 2800
+    "fsdp": 5667,  # with plan and checks 6422; containers.py (136) and loop/trace.py (98) were in it
+    "collectives": 2646,  # of 2800
     "checkpoint": 2468,  # with transaction 2900
-    "recipes": 2025,  # issue 48: --memory 10; issue 49: --reproducible 50, --elastic 40; issue 57: report 160
-    "consistency": 1821,  # issue 49: what hosts of an elastic run exchange
+    "recipes": 2012,  # issue 48: --memory 10; issue 49: --reproducible 50, --elastic 40; issue 57: report 160
+    "consistency": 1816,  # issue 49: what hosts of an elastic run exchange
     "planner": 1457,  # issue 48: 65 for what a rank measures, blocks that keep activations, and your optimizer's state
-    "optim": 1704,
-    "zero": 1050,
+    "optim": 1693,
+    "zero": 1048,
     "cli": 1406,  # of which 48 and 49 about 160, 59 and 60 about 65
-    "(top)": 1320,  # with testing 1500, of which reference.py is 177
+    "(top)": 1442,  # with testing 1820, of which reference.py is 177 and containers.py, once in fsdp, 136
     "transaction": 467,
     "elastic": 705,  # issue 49, part 2: on one host 521, several hosts 190
     "reproducible": 510,  # issue 49
-    "loop": 650,
+    "loop": 720,  # of which trace.py, once in fsdp, 98
     "testing": 376,
-    "plan": 350,
+    "plan": 342,
     "data": 450,  # issue 60
     "prove": 1520,  # issue 59, which allows 650
-    "checks": 420,  # of which optimizers 85, steps of other ranks 66
+    "checks": 413,  # of which optimizers 140
     "offload": 1015,  # of 1200: host tier 500, disk tier 300, activations 200
 }
 

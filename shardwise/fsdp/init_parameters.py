@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise import torch_private
 from shardwise.collectives.owned import broadcast_from_first, full_tensor_of
+from shardwise.containers import tensors_in
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.attachment import Attachment, units_in
-from shardwise.fsdp.casting import tensors_in
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.precision import CPUOffloadPolicy
 from shardwise.fsdp.unit import Unit

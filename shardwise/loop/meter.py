@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from shardwise import torch_private
 from shardwise.consistency.failure_report import naming_lost_peers
 from shardwise.consistency.process_groups import gather_rows
+from shardwise.containers import tensors_in
 from shardwise.errors import ConfigError, DesyncError
 from shardwise.formatting import format_bytes, format_ranks
-from shardwise.fsdp.casting import tensors_in
-from shardwise.fsdp.trace import trace
+from shardwise.loop.trace import trace
 from shardwise.one_host import read_proc
 from shardwise.planner.hardware import flops_of
 

@@ -18,9 +18,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from shardwise.arguments import check_kind, explains_fields
 from shardwise.collectives.buffer_pool import limit_heap
 from shardwise.consistency.agreement import open_store_gather
+from shardwise.containers import tensors_in
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes, parse_size
-from shardwise.fsdp.casting import tensors_in
 from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.fsdp.shard_model import blocks_of
 from shardwise.offload.activations import ActivationPolicy, apply_activations

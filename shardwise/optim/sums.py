@@ -12,8 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise import torch_private
+from shardwise.containers import tensors_in
 from shardwise.errors import ConfigError
-from shardwise.fsdp.casting import tensors_in
 from shardwise.optim.slices import MakeOptimizer, known_base
 from shardwise.optim.state_dict import options_of
 

@@ -30,8 +30,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from shardwise import torch_private
 from shardwise.collectives.owned import plain_parts
+from shardwise.containers import tensors_in
 from shardwise.errors import ConfigError
-from shardwise.fsdp.casting import tensors_in
 from shardwise.fsdp.mesh import Strategy
 from shardwise.fsdp.shard_model import families_of
 from shardwise.one_host import resident_bytes

@@ -15,9 +15,9 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.collectives.owned import sum_bytes, sum_of
+from shardwise.containers import tensors_in
 from shardwise.errors import ShardwiseError, StateError
 from shardwise.fsdp.attachment import attachment_of
-from shardwise.fsdp.casting import tensors_in
 from shardwise.prove.compare import lines_of
 from shardwise.prove.sketch import Box, digest
 from shardwise.reproducible.reproducible import Reproducible

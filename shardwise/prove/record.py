@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise import torch_private
-from shardwise.fsdp.casting import tensors_in
+from shardwise.containers import tensors_in
 from shardwise.fsdp.waiting_gradients import WaitingGradient
 from shardwise.prove.sketch import sketch_of
 from shardwise.random_state import RandomState

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from shardwise.fsdp.casting import Conversion, tensors_in
+from shardwise.containers import Conversion, tensors_in
 
 Pair = collections.namedtuple("Pair", ["a", "b"])
 
