@@ -743,6 +743,14 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """Return the key-value store of ``group``, prefixed, so that groups do not share keys.
+
+    Why: ``get_group_store`` returns none where ranks are threads (torch's own tests).  Until it does.
+    """
+    return dist.distributed_c10d._get_process_group_store(group)
+
+
 def timeout_s_of(group: dist.ProcessGroup, device: torch.device | None = None) -> float:
     """Return after how many seconds a collective of ``group`` times out, on ``device`` or on the first that it serves.
 
@@ -845,14 +853,6 @@ def fake_world(num_ranks: int) -> Generator[None, None, None]:
         dist.destroy_process_group()
         sys.excepthook = hook
         forget_meshes()
-
-
-def is_mutating(op: Any) -> bool:
-    """Return True if ``op``, an overload of an operator, writes to an argument.
-
-    Why: a plan counts operations that write.  Until schemas are public.
-    """
-    return bool(op._schema.is_mutable)
 
 
 def has_dispatch_mode() -> bool:
@@ -1086,7 +1086,7 @@ def replace_gloo(group: dist.ProcessGroup, prefix: str, kind: int) -> None:
     from torch.distributed.distributed_c10d import ProcessGroupGloo
 
     old: Any = group._get_backend(torch.device("cpu"))
-    store = dist.PrefixStore(prefix, group.get_group_store())
+    store = dist.PrefixStore(prefix, store_of(group))
     new = ProcessGroupGloo(store, group.rank(), group.size(), old.options)
     for device in group._device_types:  # pyright: ignore[reportAttributeAccessIssue]
         group._register_backend(device, dist.ProcessGroup.BackendType(kind), new)

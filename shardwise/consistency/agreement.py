@@ -39,7 +39,7 @@ from shardwise.consistency.store import LOOK_S, JobStore, default_store, wait_un
 from shardwise.errors import DesyncError, ShardwiseError, StateError, TransportError
 from shardwise.formatting import format_ranks, ranks_by_text
 from shardwise.observe import WAITS, Track, note
-from shardwise.torch_private import is_gloo
+from shardwise.torch_private import is_gloo, store_of
 
 # ---- What the ranks of a group post for each other in the job's store, with one deadline and the names of absent
 # ranks.
@@ -211,7 +211,7 @@ class StoreExchange:
 def open_exchange(group: dist.ProcessGroup, topic: str) -> StoreExchange:
     """Return the exchange of ``group`` for the next ``topic``: the n-th call on each of its ranks opens the same one."""
     members = tuple(dist.get_process_group_ranks(group))
-    return open_numbered_exchange(group.get_group_store(), topic, members, dist.get_rank(group), patience_s(group))
+    return open_numbered_exchange(store_of(group), topic, members, dist.get_rank(group), patience_s(group))
 
 
 def open_numbered_exchange(

@@ -658,7 +658,7 @@ class OpWatch:
             rings = _RINGS.get(func.overloadpacket.__name__, 0)
             self._rings += rings
             self._ring_bytes += rings * max(t.numel() * t.element_size() for t in [*inputs, *outputs])
-        elif made or torch_private.is_mutating(func):
+        elif made or func.overloadpacket.__name__.endswith("_"):  # or in place
             self._num_ops += 1
             flops = flops_of(func, *given, out)
             self._flops += flops
