@@ -25,8 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy as TorchOffload
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from shardwise import OptimizerOffload, ShardedOptimizer, fully_shard
-from shardwise.offload.disk import DiskTier
-from shardwise.offload.tiers import State
+from shardwise.offload.disk import DiskTier, State
 from shardwise.planner.hardware import measured
 
 WIDTH, BLOCKS, BATCH = 1024, 6, 256

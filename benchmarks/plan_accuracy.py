@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import ActivationPolicy, apply_activations, shard_model, torch_private
 from shardwise.collectives.host import local_peers
+from shardwise.containers import tensors_in
 from shardwise.planner.advice import step_under
 from shardwise.planner.hardware import HARDWARE, ONE_UNIT, SHARED, Profile, Setting, TensorSplit, dry_run
 from shardwise.planner.rank_step import KINDS, RankMemory
@@ -219,11 +220,10 @@ class LiveBytes:
             yield
 
     def _after(self, func: Any, given: object, out: object) -> None:
-        for each in torch_private.leaves_of((given, out)):
-            if isinstance(each, torch.Tensor):
-                local = torch_private.local_of(each)
-                if type(local) in (torch.Tensor, nn.Parameter):
-                    self._follow(local.untyped_storage())
+        for each in tensors_in((given, out)):
+            local = torch_private.local_of(each)
+            if type(local) in (torch.Tensor, nn.Parameter):
+                self._follow(local.untyped_storage())
         if self.live > self.peak:
             self.peak, self.at = self.live, str(func)
 

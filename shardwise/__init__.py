@@ -45,19 +45,19 @@ from shardwise.fsdp.mesh import (
     DDPMeshInfo,
     FSDPMeshInfo,
     HSDPMeshInfo,
-    Placements,
     ShardPlacementResult,
+    Strategy,
 )
 from shardwise.fsdp.module import FSDPModule, GradientReductionHandle, UnshardHandle, get_cls_to_fsdp_cls, policy
 from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.fsdp.shard_model import shard_model
-from shardwise.fsdp.trace import Span, Trace, trace
 from shardwise.loop.launch import notebook_launch
 from shardwise.loop.meter import StepMeter
+from shardwise.loop.trace import Span, Trace, trace
 from shardwise.offload.activations import ActivationPolicy, apply_activations
+from shardwise.offload.disk import DiskOffloadPolicy
 from shardwise.offload.fit import MemoryLimit
 from shardwise.offload.optimizer import OffloadReport, OptimizerOffload, offload_report
-from shardwise.offload.tiers import DiskOffloadPolicy
 from shardwise.one_host import find_version as _find_version
 from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.plan.grouping import UnitRow, UnitTable
@@ -106,7 +106,6 @@ __all__ = [
     "OffloadReport",
     "OptimizerOffload",
     "Packed",
-    "Placements",
     "Plan",
     "RankError",
     "RejectedStep",
@@ -120,6 +119,7 @@ __all__ = [
     "StateError",
     "StepError",
     "StepMeter",
+    "Strategy",
     "Trace",
     "TransportError",
     "UnitCompression",

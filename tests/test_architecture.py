@@ -20,7 +20,7 @@ ROOT = Path(shardwise.__file__).parent
 LINES: tuple[tuple[str, ...], ...] = (
     ("observe", "torch_private", "one_host", "formatting"),
     ("errors",),
-    ("arguments", "safe_files", "random_state", "layout", "plan"),
+    ("arguments", "containers", "safe_files", "random_state", "layout", "plan"),
     ("consistency",),
     ("collectives", "data"),
     ("fsdp",),
@@ -169,8 +169,7 @@ def test_private_torch_names_live_in_one_file(path: Path) -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
             private = [part for part in (node.module or "").split(".") if part.startswith("_")]
             private += [alias.name for alias in node.names if alias.name.startswith("_") and not node.level]
-            allowed = node.module == "torch.distributed.tensor._dtensor_spec"
-            assert not private or allowed, f"{path.name} imports {node.module}.{[a.name for a in node.names]}"
+            assert not private, f"{path.name} imports {node.module}.{[a.name for a in node.names]}"
         if isinstance(node, ast.Attribute):
             assert node.attr not in OF_TORCH, f"{path.name}:{node.lineno}: {ast.unparse(node)}"
         if isinstance(node, ast.Constant):
@@ -327,26 +326,26 @@ def test_files_and_functions_are_short() -> None:
 
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
-    "fsdp": 5860,  # with plan and checks 6660, of which issue 57 about 240
-    "collectives": 2650,  # of 2800
+    "fsdp": 5600,  # with plan and checks 6380; containers.py (136) and loop/trace.py (98) were in it
+    "collectives": 2646,  # of 2800
     "checkpoint": 2470,  # with transaction 2900; issue 62: the removal of one version
     "publish": 564,  # issue 62, which allows 650 with sleep
-    "recipes": 2025,  # issue 48: --memory 10; issue 49: --reproducible 50, --elastic 40; issue 57: report 160
-    "consistency": 1821,  # issue 49: what hosts of an elastic run exchange
+    "recipes": 2012,  # issue 48: --memory 10; issue 49: --reproducible 50, --elastic 40; issue 57: report 160
+    "consistency": 1816,  # issue 49: what hosts of an elastic run exchange
     "planner": 1457,  # issue 48: 65 for what a rank measures, blocks that keep activations, and your optimizer's state
-    "optim": 1704,
-    "zero": 1050,
+    "optim": 1693,
+    "zero": 1048,
     "cli": 1428,  # of which 48 and 49 about 160, 59 and 60 about 65
-    "(top)": 1322,  # with testing 1500, of which reference.py is 177
+    "(top)": 1444,  # with testing 1820, of which reference.py is 177 and containers.py, once in fsdp, 136
     "transaction": 468,
     "elastic": 1150,  # issue 61, of which under torchrun 234
     "reproducible": 510,  # issue 49
-    "loop": 665,  # issue 61: what a launcher asks of a supervisor
+    "loop": 735,  # of which trace.py, once in fsdp, 98; issue 61: what a launcher asks of a supervisor
     "testing": 376,
-    "plan": 350,
+    "plan": 342,
     "data": 450,  # issue 60
     "prove": 1520,  # issue 59, which allows 650
-    "checks": 420,  # of which optimizers 85, steps of other ranks 66
+    "checks": 413,  # of which optimizers 140
     "offload": 1015,  # of 1200: host tier 500, disk tier 300, activations 200
 }
 

@@ -43,8 +43,8 @@ NOT_YET = (
 )
 # (file, word) -> why it stays
 EXCEPTIONS = {
-    ("fsdp/trace.py", "lane"): "shardwise.Span.lane is public: a row of a trace, as Perfetto calls it",
-    ("fsdp/trace.py", "on its way"): "shardwise.Span.what is public, and has these words",
+    ("loop/trace.py", "lane"): "shardwise.Span.lane is public: a row of a trace, as Perfetto calls it",
+    ("loop/trace.py", "on its way"): "shardwise.Span.what is public, and has these words",
     ("recipes/html_report.py", "lane"): "shardwise.Span.lane",
     ("cli/checkpoint.py", "edge"): "options of rich's tables",
 }

@@ -383,7 +383,7 @@ class Contents:
 def like(model: torch.Tensor, locals_: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Return ``locals_``, this rank's parts, as a tensor of the kind and placement of ``model``."""
     if isinstance(model, DTensor):
-        spec = torch_private.spec_in(torch_private.spec_of(model), dtype)
+        spec = torch_private.spec_of(model, dtype)
         return torch_private.dtensor_from_local(locals_[0], spec)
     if isinstance(model, ShardedTensor):
         return torch_private.sharded_tensor_like(model, locals_ if model.local_shards() else [])

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from shardwise import torch_private
-from shardwise.checks.initial_values import compare_beginnings, compare_replicas
-from shardwise.checks.model import TreeWatch, check_values
-from shardwise.checks.optimizer_steps import OptimizerSteps
+from shardwise.checks.model import TreeWatch, check_values, compare_beginnings, compare_replicas
+from shardwise.checks.optimizers import OptimizerSteps
 from shardwise.consistency.store import digest_of
 from shardwise.errors import ConfigError, StateError, TransportError
 from shardwise.fsdp.attachment import Attachment
@@ -115,7 +114,7 @@ class RootChecks(StepChecks):
         if values:
             place = f"{self._num_forwards}/{number}/{count}"
             self._num_compared[number] += 1
-            check.post_writes(place, values)
+            check.post(f"writes/{place}", json.dumps(values))
             self._posted.append((place, values))
 
     def end_backward(self) -> None:
@@ -155,7 +154,7 @@ def _digests_in(root: nn.Module) -> dict[str, str]:
         f"{path}.{name}" if path else name: f"{digest_of(buffer):x}"
         for path, module in root.named_modules()
         if id(module) not in shared
-        for name, buffer in torch_private.saved_buffers_of(module).items()
+        for name, buffer in torch_private.buffers_of(module, saved=True).items()
         if type(buffer) is torch.Tensor and not buffer.is_meta
     }
 

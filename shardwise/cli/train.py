@@ -51,7 +51,7 @@ from shardwise.cli.local_ranks import (
 from shardwise.collectives.routes import TRANSPORTS
 from shardwise.collectives.streams import watch_device
 from shardwise.consistency.process_groups import check_peers
-from shardwise.consistency.store import wait_until
+from shardwise.consistency.store import default_store, wait_until
 from shardwise.elastic.launcher import ElasticTerms
 from shardwise.elastic.membership import VARIABLE
 from shardwise.errors import ConfigError, DesyncError, ShardwiseError, TransportError, did_you_mean
@@ -82,7 +82,6 @@ from shardwise.recipes.run_folder import (
     with_overrides,
 )
 from shardwise.recipes.sharding import STRATEGIES, RunRanks, check_memory
-from shardwise.torch_private import default_store
 
 # ---- SIGTERM and Ctrl-C while a run trains: the first asks it to save and leave, the second ends it at once.
 

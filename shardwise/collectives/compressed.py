@@ -481,11 +481,6 @@ class Compression:
                 residual = self.residuals[params[tensor]] = torch.empty(shape, dtype=torch.float32, device=lost.device)
             residual.copy_(lost.narrow(1, start, numel)).nan_to_num_(0.0, 0.0, 0.0)
 
-    @property
-    def residual_bytes(self) -> int:
-        """Bytes of the stored coding errors."""
-        return sum(each.nbytes for each in self.residuals.values())
-
     def mark(self) -> Callable[[], None]:
         """Return a function that restores the residuals of now."""
         was = {param: residual.clone() for param, residual in self.residuals.items()}

@@ -232,7 +232,7 @@ def as_sent(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach().view(dtype)
     local = torch_private.wait_tensor(torch_private.local_of(tensor)).detach().view(dtype)
-    return torch_private.dtensor_from_local(local, torch_private.spec_in(torch_private.spec_of(tensor), dtype))
+    return torch_private.dtensor_from_local(local, torch_private.spec_of(tensor, dtype))
 
 
 _MAX_BYTES = 32 * 2**20  # per broadcast: large enough for bandwidth, small enough for memory

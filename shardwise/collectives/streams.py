@@ -29,11 +29,10 @@ from shardwise.consistency.failure_report import (
     kernel_waits,
     look_next,
     publish_failure,
-    store_of_job,
 )
 from shardwise.consistency.liveness import is_gone
 from shardwise.consistency.process_groups import patience_s
-from shardwise.consistency.store import BRIEF_S, JobStore
+from shardwise.consistency.store import BRIEF_S, JobStore, default_store
 from shardwise.errors import TransportError
 from shardwise.observe import EVERYBODY, last_time, note
 from shardwise.torch_private import abort_groups
@@ -118,6 +117,11 @@ class Accelerator(Device):
 
 # The device that is used in place of the host, for tests; a context variable, so that it ends with the code that set it.
 stand_in: ContextVar[Device | None] = ContextVar("stand_in", default=None)
+
+
+def accelerator_type() -> str:
+    """Return the device type of default meshes: the accelerator's, or "cpu" without one."""
+    return (torch.accelerator.current_accelerator() or torch.device("cpu")).type
 
 
 def device_of(device: torch.device) -> Device:
@@ -252,7 +256,7 @@ def watch_device(device: torch.device) -> None:
     Does nothing on the host, in a job of one rank, and if the job is watched already.  Errors are raised in the calling
     thread.
     """
-    store, world = store_of_job(), dist.group.WORLD
+    store, world = default_store(), dist.group.WORLD
     if device.type == "cpu" or store is None or world is None or world.size() == 1 or store in _watches:
         return
     stream = cast(Stream, torch.accelerator.current_stream(device))
@@ -321,7 +325,7 @@ class DeviceWatch:
         while True:
             time.sleep(_LOOK_S)
             store = self._store()
-            if store is None or store_of_job() is not store:
+            if store is None or default_store() is not store:
                 return
             waited_s = min(self._stuck_s(), time.monotonic() - max(last_time(), began))
             self.waited_s = waited_s

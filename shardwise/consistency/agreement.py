@@ -35,11 +35,11 @@ from shardwise.consistency.failure_report import (
 )
 from shardwise.consistency.liveness import announce, enable_keepalive, is_gone
 from shardwise.consistency.process_groups import check_peers, patience_s
-from shardwise.consistency.store import LOOK_S, JobStore, wait_until
+from shardwise.consistency.store import LOOK_S, JobStore, default_store, wait_until
 from shardwise.errors import DesyncError, ShardwiseError, StateError, TransportError
 from shardwise.formatting import format_ranks, ranks_by_text
 from shardwise.observe import WAITS, Track, note
-from shardwise.torch_private import default_store, is_gloo, process_group_store
+from shardwise.torch_private import is_gloo, store_of
 
 # ---- What the ranks of a group post for each other in the job's store, with one deadline and the names of absent
 # ranks.
@@ -211,7 +211,7 @@ class StoreExchange:
 def open_exchange(group: dist.ProcessGroup, topic: str) -> StoreExchange:
     """Return the exchange of ``group`` for the next ``topic``: the n-th call on each of its ranks opens the same one."""
     members = tuple(dist.get_process_group_ranks(group))
-    return open_numbered_exchange(process_group_store(group), topic, members, dist.get_rank(group), patience_s(group))
+    return open_numbered_exchange(store_of(group), topic, members, dist.get_rank(group), patience_s(group))
 
 
 def open_numbered_exchange(
@@ -301,10 +301,6 @@ class MismatchCheck:
     def posted(self, what: str, rank: int) -> str | None:
         """Return what ``rank`` has posted about ``what``, None if there is nothing; does not wait."""
         return self._exchange.peek(what, self.members.index(rank))
-
-    def post_writes(self, place: str, values: Sequence[str]) -> None:
-        """Post what this rank has written at ``place``."""
-        self.post(f"writes/{place}", json.dumps(list(values)))
 
     def check_writes(self, place: str, values: Sequence[str]) -> None:
         """Raise DesyncError unless all ranks have posted the same ``values`` at ``place``, which all have passed."""

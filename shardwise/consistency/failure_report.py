@@ -57,11 +57,20 @@ from shardwise.consistency.recorder import (
     place_of_records,
     write_all,
 )
-from shardwise.consistency.store import BRIEF_S, LOOK_S, SILENCE, JobStore, keeps_store, wait_until
+from shardwise.consistency.store import (
+    BRIEF_S,
+    LOOK_S,
+    SILENCE,
+    JobStore,
+    are_threads,
+    default_store,
+    keeps_store,
+    wait_until,
+)
 from shardwise.errors import ConfigError, ShardwiseError, TransportError
 from shardwise.formatting import format_ranks, ranks_by_text
 from shardwise.observe import ERROR, Entry, entries, explain_end, explainers, observers
-from shardwise.torch_private import are_threads, default_store, is_gloo, timeout_s_of
+from shardwise.torch_private import is_gloo, timeout_s_of
 
 # ---- The last error of each rank, so that a rank that finds another one gone, or waits for it in vain, can cite the
 # first cause.
@@ -81,7 +90,7 @@ NO_REPORT = "it reported no exception: killed, or its program ended"
 
 def publish_failure(text: str) -> None:
     """Report ``text``, why this rank may not continue, to the other ranks; an empty one withdraws the report.  Never raises."""
-    store = store_of_job()
+    store = default_store()
     if store is None or SILENCE in text or getattr(_busy, "is_on", False):
         return
     _busy.is_on = True
@@ -115,11 +124,6 @@ def put(store: dist.Store, rank: int, text: str) -> None:
     said = _ADVICE.sub("", text.removesuffix(ASKS))[:_MOST_TEXT]  # advice is only for the first reader
     line = " | ".join(each.strip() for each in said.splitlines())
     JobStore(store, BRIEF_S).set(_report_key(rank), line + ASKS * text.endswith(ASKS))
-
-
-def store_of_job() -> dist.Store | None:
-    """Return the store of the default group, None if there is none."""
-    return default_store() if dist.is_available() and dist.is_initialized() else None
 
 
 def report_of(store: dist.Store | None, rank: int, patience_s: float = 0.0) -> str:
@@ -453,7 +457,7 @@ class WaitWatch:
 
     def _job(self) -> dist.Store | None:
         store = self._store()
-        return store if store is not None and store_of_job() is store else None
+        return store if store is not None and default_store() is store else None
 
     def _run(self) -> None:
         while not self._stop.wait(self._pause_s):
@@ -588,7 +592,7 @@ def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], 
         failed = f"{what} on rank {mine}: {in_short(error)}"
         groups = groups_within(members) if dist.is_initialized() else ()
         others = [rank for rank in members if rank != mine]
-        who = why_failed(failed, error, members, mine, store_of_job(), groups) or (
+        who = why_failed(failed, error, members, mine, default_store(), groups) or (
             f"{format_ranks(others)} did not all make this call, or raised an exception: see their errors"
         )
         raise TransportError(
@@ -634,7 +638,7 @@ def concerns_others(error: RuntimeError) -> bool:
 
 def _explain(error: BaseException) -> str:
     """Return which ranks a backend's own ``error`` may be about; report any error to them that is not shardwise's."""
-    store = store_of_job()
+    store = default_store()
     if store is None or isinstance(error, SystemExit):
         return ""
     if alarm.deadlock:

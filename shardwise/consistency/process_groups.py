@@ -21,7 +21,7 @@ from shardwise.consistency.store import refuse_deadlock
 from shardwise.errors import StateError, TransportError
 from shardwise.formatting import format_ranks
 from shardwise.observe import EVERYBODY, note
-from shardwise.torch_private import is_gloo, set_timeout, timeout_s_of
+from shardwise.torch_private import is_gloo, timeout_s_of
 
 # ---- Connections are checked for their user: a process of another user of this host must not take the place of a rank.
 # gloo accepts any connection that sends the number of a pair of ranks, which is easy to guess, and every user can read
@@ -311,7 +311,7 @@ def patience_s(group: dist.ProcessGroup, device: torch.device | None = None) -> 
         return seconds
     limit_s = timeout_s_of(world, device)
     if limit_s < seconds:
-        set_timeout(group, limit_s)
+        group.set_timeout(timedelta(seconds=limit_s))
     return min(limit_s, seconds)
 
 

@@ -168,13 +168,9 @@ class Record:
     events: tuple[Event, ...] = field(default=(), repr=False)
 
 
-def _texts(values: Any) -> tuple[str, ...]:
-    return tuple(map(str, values))
-
-
 _ROWS: dict[str, tuple[type[Any], tuple[Callable[[Any], Any], ...]]] = {  # the values of each, in order
     "reasons": (Reason, (float, str)),
-    "stacks": (Stack, (float, int, str, _texts)),
+    "stacks": (Stack, (float, int, str, lambda lines: tuple(map(str, lines)))),
     "events": (Event, (float, int, str, int, str, str)),
 }
 
@@ -330,17 +326,8 @@ class Recorder:
         found = [entry for entry in observe.entries() if entry[0] >= self._began_s]
         events = [Event(entry[0] + since, entry[1], *map(_plain, entry[2:])) for entry in found]
         main = threading.main_thread().ident or 0
-        return Record(
-            self._rank,
-            self._num_ranks,
-            platform.node(),
-            self._pid,
-            main,
-            now_s,
-            tuple(self._reasons),
-            tuple(self._stacks),
-            tuple(events),
-        )
+        who = self._rank, self._num_ranks, platform.node(), self._pid, main
+        return Record(*who, now_s, tuple(self._reasons), tuple(self._stacks), tuple(events))
 
     def _put(self, record: Record) -> Path:
         if self.folder.parent == default_place():

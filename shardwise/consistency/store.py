@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import DesyncError, TransportError
-from shardwise.torch_private import innermost_store, timeout_s_of
+from shardwise.torch_private import store_of, timeout_s_of
 
 # ---- Digests and sketches, by which ranks compare tensors without sending them.
 
@@ -293,6 +293,27 @@ def _serve(requests: _Requests) -> None:
 # outlive it. Threads live as long as a store that uses them.
 _threads: weakref.WeakValueDictionary[tuple[str, int], _StoreThread] = weakref.WeakValueDictionary()
 _thread_of: weakref.WeakKeyDictionary[dist.Store, _StoreThread | None] = weakref.WeakKeyDictionary()
+
+
+def innermost_store(store: dist.Store) -> dist.Store:
+    """Return the store under the prefixes of ``store``."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def default_store() -> dist.Store | None:
+    """Return the store of the default process group; None without a group, or if it is unusable (a fake group's)."""
+    world = dist.group.WORLD if dist.is_available() else None
+    if world is None or type(innermost_store(store := store_of(world))).__name__ in ("Store", "FakeStore"):
+        return None
+    return store
+
+
+def are_threads() -> bool:
+    """Return True if the ranks are threads of this process, as in torch's tests: their store is its memory."""
+    store = store_of(cast(dist.ProcessGroup, dist.group.WORLD))
+    return type(innermost_store(store)) is dist.HashStore and dist.get_world_size() > 1
 
 
 def keeps_store(store: dist.Store) -> bool:

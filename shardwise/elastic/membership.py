@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -83,7 +84,7 @@ class Membership(Protocol):
 def set_timeouts(seconds: float) -> None:
     """Set the timeout of all groups."""
     for group in torch_private.all_groups():
-        torch_private.set_timeout(group, seconds)
+        group.set_timeout(timedelta(seconds=seconds))
 
 
 def backend() -> str:

@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import inspect
 import logging
-import math
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable
@@ -26,12 +25,13 @@ from shardwise import torch_private
 from shardwise.arguments import explains_arguments, ids_of_ignored, unknown_argument
 from shardwise.collectives.compressed import CompressionPolicy
 from shardwise.collectives.owned import broadcast_from_first
+from shardwise.collectives.streams import accelerator_type
 from shardwise.errors import ArgumentTypeError, ConfigError, StateError, UsageError
 from shardwise.fsdp.attachment import attachment_of, is_managed_by_torch, names_of_units
 from shardwise.fsdp.build import Preset, ShardPlacementFn, build_unit
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.hooks import keep_buffers_equal, wrap_forward_method
-from shardwise.fsdp.mesh import DataParallelMeshDims, MeshAxes, Placements, names_of
+from shardwise.fsdp.mesh import DataParallelMeshDims, MeshAxes, Strategy, names_of
 from shardwise.fsdp.module import FSDPModule, mix_in
 from shardwise.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, offload_from, precision_from
 from shardwise.fsdp.roots import bind_units, provisional_engine
@@ -85,11 +85,11 @@ def default_mesh(dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
     """Return the 1-D mesh of all ranks; initialize the process group if needed (of one rank without a launcher)."""
     if not dist.is_initialized():
         _join_or_stand_alone()
-    return init_device_mesh(torch_private.accelerator_type(), (dist.get_world_size(),), mesh_dim_names=dim_names)
+    return init_device_mesh(accelerator_type(), (dist.get_world_size(),), mesh_dim_names=dim_names)
 
 
 def _join_or_stand_alone() -> None:
-    device_type = torch_private.accelerator_type()
+    device_type = accelerator_type()
     backend = "nccl" if device_type == "cuda" else "gloo" if device_type == "cpu" else None
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend)
@@ -173,33 +173,22 @@ def _resolve_reshard(value: Any, num_shards: int) -> bool | int | None:
     return value > 1 if value in (1, num_shards) else value
 
 
-def _place_axes(
-    row: Placements, axes: MeshAxes, reshard_after_forward: bool | int | None
-) -> tuple[MeshAxes, bool | int | None]:
-    """Return the axes, and ``reshard_after_forward``, by which units are placed as ``row`` says.
-
-    Raises: ConfigError for a mesh or a ``reshard_after_forward`` that ``row`` has not, or if it shards nothing.
-    """
-    mesh, name = axes.mesh, row.strategy
-    if "sharded" not in row.optimizer:
+def _check_strategy(strategy: Strategy, axes: MeshAxes, reshard_after_forward: object) -> None:
+    """Raise ConfigError if ``fully_shard`` does not take ``strategy``, or not with these arguments."""
+    name, num_axes = strategy.value, 2 if strategy in (Strategy.HSDP, Strategy.HFSDP) else 1
+    if strategy in (Strategy.ZERO1, Strategy.DDP):
         raise ConfigError(
             f"{name} shards no parameter: call shard_model(model, strategy={name!r}), or replicate(model)"
         )
-    if axes.dp_mesh_dims is not None or mesh.ndim != len(row.optimizer):
+    if axes.dp_mesh_dims is not None or axes.mesh.ndim != num_axes:
         raise ConfigError(
-            f"{name} takes a mesh of {len(row.optimizer)} data-parallel axes, without dp_mesh_dims, found {mesh}"
+            f"{name} takes a mesh of {num_axes} data-parallel axes, without dp_mesh_dims, found {axes.mesh}"
         )
-    sharded = [axis for axis, each in enumerate(row.optimizer) if each == "sharded"]
-    kept = math.prod(mesh.size(axis) for axis in sharded if row.parameter[axis] == "sharded")
-    if kept == math.prod(map(mesh.size, sharded)):
-        return axes, reshard_after_forward
-    if reshard_after_forward is not None:
+    if strategy in _KEEPING and reshard_after_forward is not None:
         raise ConfigError(f"{name} says what is kept after forward: leave out reshard_after_forward")
-    if len(sharded) > 1:
-        axes = MeshAxes(torch_private.flatten_mesh(mesh, "_".join(mesh.mesh_dim_names or ())), shard_mesh_dim=0)
-    return axes, False if kept == 1 else kept
 
 
+_KEEPING = (Strategy.ZERO2, Strategy.HFSDP)  # more of the parameters between forward and backward than of the gradients
 _Args = ParamSpec("_Args")
 _Kind = TypeVar("_Kind")
 
@@ -232,7 +221,7 @@ def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
-    placements: Placements | None = None,
+    strategy: Strategy | str | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
@@ -252,7 +241,7 @@ def fully_shard(
         module: the module, or several that form one unit.
         mesh: 1-D: shard over it.  2-D with names: replicate over the first axis, shard over the second (HSDP).  None: all
             ranks; without a process group a group of one rank is made.
-        placements: the strategy, a row of the table of :class:`Placements`; None: ZeRO-3 on a 1-D mesh, HSDP on a 2-D one.
+        strategy: "zero3", "hsdp", "hfsdp" or "zero2" of :class:`Strategy`; None: "zero3" on a 1-D mesh, "hsdp" on a 2-D one.
         reshard_after_forward: True: free full parameters after forward and gather them again in backward.  False: keep
             them.  An int: keep shards over that many ranks.  None: True, but False for the root.
         shard_placement_fn: maps a parameter to None, a ``Shard(dim)``, or a :class:`ShardPlacementResult` on another mesh.
@@ -269,8 +258,8 @@ def fully_shard(
     Returns: ``module``, its class mixed with :class:`FSDPModule`.
 
     Raises:
-        ConfigError: no module, a container without forward, a mesh or ``reshard_after_forward`` that does not fit, bad
-            placements.
+        ConfigError: no module, a container without forward, a mesh, strategy or ``reshard_after_forward`` that does not fit,
+            bad placements.
         UsageError: the module was sharded before, an unnamed 2-D mesh, a shard dim that the tensor does not have.
 
     Example:
@@ -283,9 +272,14 @@ def fully_shard(
     """
     modules = modules_in(module, "fully_shard")
     axes = _axes_of(_checked_mesh(mesh), dp_mesh_dims)
-    is_asked = reshard_after_forward is not None
-    if placements is not None:
-        axes, reshard_after_forward = _place_axes(placements, axes, reshard_after_forward)
+    if strategy is not None:
+        strategy = Strategy(strategy)
+        _check_strategy(strategy, axes, reshard_after_forward)
+    if strategy is Strategy.ZERO2:
+        reshard_after_forward = False
+    elif strategy is Strategy.HFSDP:  # shards over all ranks; from forward to backward those over the inner axis
+        flat = torch_private.flatten_mesh(axes.mesh, "_".join(axes.mesh.mesh_dim_names or ()))
+        axes, reshard_after_forward = MeshAxes(flat, shard_mesh_dim=0), axes.num_shards
     reshard = False if axes.shard_mesh_dim is None else _resolve_reshard(reshard_after_forward, axes.num_shards)
     ignored = ids_of_ignored(ignored_params, "fully_shard")
     precision, offload = precision_from(mp_policy), offload_from(offload_policy)
@@ -293,7 +287,7 @@ def fully_shard(
         axes, reshard, precision, offload, shard_placement_fn, ignored, False, compression, sync_module_states
     )
     unit = _build(modules, preset, FSDPModule)
-    if reshard is False and placements is not None and not is_asked:
+    if reshard is False and strategy in _KEEPING:
         for each in (unit, *unit.beside):
             each.settings.keeps_for_backward = True  # full parameters stay for a backward, not after an evaluation
     return cast(Any, module)
@@ -497,7 +491,7 @@ def _replica_axes(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, dd
         raise StateError(f"Expected device_id to be int or torch.device, but got {type(device_id)}")
     mesh = mesh if mesh is not None else ddp.get("device_mesh")
     if mesh is None and group is not None:
-        mesh = DeviceMesh.from_group(group, torch_private.accelerator_type(), mesh_dim_names=("replicate",))
+        mesh = DeviceMesh.from_group(group, accelerator_type(), mesh_dim_names=("replicate",))
     mesh = _checked_mesh(mesh, ("replicate",))
     axes = MeshAxes(mesh, replicate_mesh_dim=0) if dims is None else _axes_of(mesh, dims)
     if axes.shard_mesh_dim is not None:

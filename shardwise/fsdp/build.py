@@ -17,7 +17,9 @@ from torch.nn.parameter import is_lazy
 from shardwise import torch_private
 from shardwise.arguments import Extent, find_shared
 from shardwise.collectives.compressed import Compression, CompressionPolicy
+from shardwise.collectives.streams import accelerator_type
 from shardwise.consistency.liveness import announce
+from shardwise.consistency.store import are_threads, default_store
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.attachment import (
     ATTACHMENT,
@@ -177,10 +179,10 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     # Checks come before the model changes, except those of placements: a model that is refused stays usable.
     for tell in on_new_units:
         tell()
-    if torch_private.accelerator_type() == "cpu":
-        torch_private.draw_as_one_process()
+    if accelerator_type() == "cpu":
+        torch_private.draw_as_one_process(lambda: dist.is_initialized() and are_threads())  # threads have one generator
     note("init", "unit")  # a place at which tests inject faults (``testing/faults.py``)
-    store = torch_private.default_store() if dist.is_initialized() else None
+    store = default_store()
     if store is not None:
         announce(store, dist.get_rank())
     roots = _outermost(modules)
@@ -415,8 +417,8 @@ def _resolve_placement(item: _FoundParam, preset: Preset) -> tuple[MeshAxes, Sha
 
 
 def _hand_on(source: nn.Parameter, target: nn.Parameter) -> None:
-    """Copy the user's gradient hooks and attributes from ``source`` to ``target``."""
-    torch_private.share_hooks(source, target)
+    """Give ``target`` the user's gradient hooks and attributes of ``source``."""
+    torch_private.move_hooks(source, target)
     torch_private.give_attributes(dict(torch_private.attributes_of(source)), target)
 
 
@@ -457,7 +459,7 @@ def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, pre
         result.manage(item.param)
         result.original = weakref.ref(item.param)
         if item.param.requires_grad:
-            torch_private.hook_alone(item.param, _refusal(weakref.ref(result)))
+            item.param.register_hook(_refusal(weakref.ref(result)))
         if axes.num_shards > 1:
             result.beginning = beginning_of(whole, result.local)
     return result

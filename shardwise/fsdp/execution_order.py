@@ -12,9 +12,10 @@ from shardwise.fsdp.gradients import planned_scatter_bytes
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import Unit
 from shardwise.observe import Op, begin, end, listeners, next_track, now, remember, thread, unit_in_words
-from shardwise.plan.known import KnownPlans, MadeFrom
 from shardwise.plan.schedule import (
     ExecutionOrder,
+    KnownPlans,
+    MadeFrom,
     OrderEntry,
     PrefetchBudget,
     StepEvent,

@@ -254,7 +254,7 @@ def as_gradient(param: ShardedParam, window: torch.Tensor) -> torch.Tensor:
     """Return ``window`` in the form that users see as gradient of ``param``: a DTensor if the parameter is one."""
     if not isinstance(param.sharded, DTensor):
         return window
-    spec = torch_private.spec_in(torch_private.spec_of(param.sharded), window.dtype)
+    spec = torch_private.spec_of(param.sharded, window.dtype)
     return torch_private.dtensor_from_local(window, spec)
 
 
@@ -443,8 +443,7 @@ class Delivery:
         else:
             sources = shards.packed_windows(packed)
             self._packed_windows.put(packed, sources)
-        if sources:
-            torch_private.copy_each(self._full_windows, sources)
+        torch_private.copy_all(self._full_windows, sources)
 
 
 # ---- The layout of gradients during and after their reduction.

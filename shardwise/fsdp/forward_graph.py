@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from shardwise import torch_private
+from shardwise.containers import can_grow, tensors_in
 from shardwise.fsdp.attachment import attachment_of
-from shardwise.fsdp.casting import can_grow, tensors_in
 from shardwise.torch_private import innermost_transform
 
 # Of a forward that runs: those arguments that it may put tensors into, the tensors that these held before with their nodes, and

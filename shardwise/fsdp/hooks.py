@@ -19,9 +19,9 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.collectives.owned import broadcast_from_first
 from shardwise.consistency.liveness import refuse_forked
+from shardwise.containers import Args, Conversion, Kwargs, tensors_in
 from shardwise.fsdp.attachment import Attachment, attachment_of
 from shardwise.fsdp.backward import Place
-from shardwise.fsdp.casting import Args, Conversion, Kwargs, tensors_in
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.equal_values import SHARES_BUFFERS
 from shardwise.fsdp.forward_graph import Begun, ForwardGraph

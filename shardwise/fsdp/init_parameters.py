@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise import torch_private
 from shardwise.collectives.owned import broadcast_from_first, full_tensor_of
+from shardwise.containers import tensors_in
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.attachment import Attachment, units_in
 from shardwise.fsdp.param import ShardedParam
@@ -167,7 +168,7 @@ class _WholeParameters(TorchFunctionMode):
         is_attribute = name in ("__get__", "__set__", "__delete__")
         if name in _FACTS or (is_attribute and func.__self__.__name__ not in _VALUES):
             return func(*args, **kwargs)
-        used = [each for each in torch_private.leaves_of((args, kwargs)) if id(each) in self._owners]
+        used: list[Any] = [each for each in tensors_in((args, kwargs)) if id(each) in self._owners]
         if not used:
             return func(*args, **kwargs)
         self._allocate({self._owners[id(each)][0] for each in used})

@@ -1,4 +1,4 @@
-"""The roles of mesh axes (shard, replicate), strategies as rows of a table, and the placements of sharded parameters.
+"""The roles of mesh axes (shard, replicate), the strategies, and the placements of sharded parameters.
 
 Sources of strategies: ZeRO, arXiv 1910.02054 (stages 1 to 3); hybrid sharding, arXiv 2304.11277; state over all ranks beside
 hybrid sharding ("HFSDP"), Megatron-FSDP.
@@ -7,10 +7,9 @@ hybrid sharding ("HFSDP"), Megatron-FSDP.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
-from types import MappingProxyType
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -230,7 +229,7 @@ def _tensor_parallel_spec(param: DTensor, fqn: str, axes: MeshAxes, dim: int) ->
             f"DTensor '{fqn}' and {axes.mesh.device_type} for FSDP"
         )
     mesh = torch_private.join_meshes([axes.mesh, inner.mesh])
-    shard = _strided(dim, torch_private.num_shards_of_dim(inner, dim))
+    shard = _strided(dim, inner.num_shards_map[dim])
     placements = (*_data_parallel_placements(axes, shard), *inner.placements)
     return torch_private.make_spec(mesh, placements, param.shape, param.stride(), param.dtype)
 
@@ -297,63 +296,31 @@ def sub_parameter(param: ShardedParam, cut: ChunkShard, local: torch.Tensor, axe
     return sub
 
 
-# ---- Strategies as rows of a table: where parameters, gradients and optimizer state lie.
-
-Held = Literal["replicated", "sharded", "owned"]
-
-
-@dataclass(frozen=True, slots=True)
-class Placements:
-    """Where the ranks of a data-parallel strategy hold what they train: one entry per axis of the mesh, outermost first.
-
-    "replicated": every rank has all of it; "sharded": every rank has a part of each tensor; "owned": every rank has some of
-    the tensors.
+class Strategy(str, Enum):
+    """What each rank of a data-parallel run holds; ``shard_model`` and ``fully_shard`` take members, and their values as text.
 
     Attributes:
-        parameter: between a unit's forward and its backward.
-        gradient: after backward.
-        optimizer: the optimizer's state, and the values that it updates.
+        ZERO3: parameters, gradients and optimizer state are sharded.
+        HSDP: the same over the second axis of a 2-D mesh, with copies over the first.
+        HFSDP: parameters as HSDP between forward and backward; gradients and optimizer state are sharded over both axes.
+        ZERO2: gradients and optimizer state are sharded, parameters too, but from forward to backward they are full.
+        ZERO1: every rank has all parameters and gradients, and the optimizer state of some (``ZeroRedundancyOptimizer``).
+        DDP: every rank has everything.
 
-    Raises: ConfigError for what is no strategy of :data:`STRATEGIES`.
+    Raises: ConfigError for what is no strategy.
 
     Example:
-        >>> Placements(("replicated",), ("sharded",), ("sharded",)).strategy
-        'zero2'
+        >>> Strategy("zero2") is Strategy.ZERO2
+        True
     """
 
-    parameter: tuple[Held, ...]
-    gradient: tuple[Held, ...]
-    optimizer: tuple[Held, ...]
+    ZERO3 = "zero3"
+    HSDP = "hsdp"
+    HFSDP = "hfsdp"
+    ZERO2 = "zero2"
+    ZERO1 = "zero1"
+    DDP = "ddp"
 
-    def __post_init__(self) -> None:
-        if astuple(self) not in _ROWS.values():
-            known = "; ".join(f"{name}: {', '.join(map(str, row))}" for name, row in _ROWS.items())
-            raise ConfigError(f"{self} is no strategy. Parameter, gradient and optimizer of each: {known}")
-
-    @property
-    def strategy(self) -> str:
-        """The name of the strategy."""
-        return next(name for name, row in _ROWS.items() if row == astuple(self))
-
-
-_R, _S = "replicated", "sharded"
-_ROWS: Mapping[str, tuple[tuple[Held, ...], ...]] = MappingProxyType(
-    {
-        "zero3": ((_S,), (_S,), (_S,)),
-        "hsdp": ((_R, _S), (_R, _S), (_R, _S)),
-        "hfsdp": ((_R, _S), (_S, _S), (_S, _S)),
-        "zero2": ((_R,), (_S,), (_S,)),
-        "zero1": ((_R,), (_R,), ("owned",)),
-        "ddp": ((_R,), (_R,), (_R,)),
-    }
-)
-STRATEGIES: Mapping[str, Placements] = MappingProxyType({name: Placements(*row) for name, row in _ROWS.items()})
-
-
-def row_of(given: object) -> Placements:
-    """Return the row that a name or placements stand for.  Raises: ConfigError for anything else."""
-    if isinstance(given, Placements):
-        return given
-    if not isinstance(given, str) or given not in STRATEGIES:
-        raise ConfigError(f"strategy is {given!r}, expected Placements or one of {', '.join(STRATEGIES)}")
-    return STRATEGIES[given]
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        raise ConfigError(f"strategy is {value!r}, expected one of {', '.join(cls)}")

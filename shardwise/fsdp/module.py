@@ -37,7 +37,6 @@ from shardwise.fsdp.roots import (
 from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.waiting_gradients import withdrawn
 from shardwise.plan.schedule import UnitPolicy
-from shardwise.torch_private import shares_locals, without_weak_references
 
 # ---- Change the policy of sharded modules inside a ``with`` block.
 
@@ -214,7 +213,7 @@ def converting(
     owners = dict.fromkeys(owner for ref in places if ref is not None and (owner := ref()) is not None)
     waits = withdrawn(unit.earlier.waiting for unit in units)
     try:
-        with waits, without_weak_references([*owners], shares_locals(fn)) as convert:
+        with waits, torch_private.convertible(owners, fn) as convert:
             yield convert
     finally:
         for param in params:
@@ -244,10 +243,7 @@ def mix_in(module: nn.Module, mixin: type, attachment: Attachment) -> None:
         mixed = type(f"{mixin.__name__.removesuffix('Module')}{original.__name__}", (mixin, original, *tools), body)
         _mixed_classes[original, mixin] = mixed
     module.__class__ = mixed
-    # torch's replicate skips modules that have the first name, its fully_shard and FSDP1 those that have the second.
-    for name in ("fully_shard", "replicate"):
-        torch_private.enter_composable_api(module, name)
-    torch_private.put_state_that_tools_ask_for(module, StateForTools(attachment))
+    torch_private.show_to_tools(module, StateForTools(attachment))
 
 
 if TYPE_CHECKING:  # a mixin of modules, which type checkers may take for one
@@ -697,7 +693,7 @@ class FSDPModule(_Base):
         units = {owner for unit in self._units(recurse=True) for owner in unit.family}
         with converting(self._attachment().units, units, fn) as convert:
             convert = materializing(convert, self._attachment())
-            return torch_private.apply_of_next_class(cast(Any, self), FSDPModule, convert, *args, **kwargs)
+            return torch_private.apply_to_tensors(self, convert, *args, after=FSDPModule, **kwargs)
 
 
 Joinable.register(FSDPModule)

@@ -87,8 +87,8 @@ class _Probe(torch.autograd.Function):
 
 
 def refuse_grad_dtype(param: nn.Parameter, fqn: str) -> None:
-    """Raise ConfigError if user code has assigned a ``grad_dtype`` to ``param``."""
-    if torch_private.has_chosen_grad_dtype(param):
+    """Raise ConfigError if user code has assigned another ``grad_dtype`` than its dtype to ``param``."""
+    if param.grad_dtype is not param.dtype:
         raise ConfigError(
             f"{fqn} has grad_dtype {param.grad_dtype}; gradients of sharded parameters have the parameter's dtype "
             f"({param.dtype}). Leave it out, and pass MixedPrecisionPolicy(reduce_dtype=...) for the dtype of their sums"

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 import torch
 from torch import nn
 
-from shardwise import torch_private
 from shardwise.arguments import explains_fields
 from shardwise.errors import ArgumentTypeError, ConfigError
 
@@ -121,4 +120,4 @@ def dtype_of_reduction(policy: MixedPrecisionPolicy, original: torch.dtype, full
     """Return the reduce dtype for a parameter of dtype ``original``, used in dtype ``full``."""
     if policy.reduce_dtype is not None:
         return policy.reduce_dtype
-    return full if torch_private.reduces_in_param_dtype() else original
+    return full if torch.__version__ < "2.15" else original  # as FSDP2 of this torch does

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise import torch_private
 from shardwise.collectives.c10d import GroupCommunicator
 from shardwise.collectives.compressed import Coding, CompressedCommunicator
 from shardwise.collectives.protocol import CustomCollectives
@@ -24,6 +23,7 @@ from shardwise.collectives.routes import (
 from shardwise.collectives.streams import SideStream, watch_device
 from shardwise.consistency.agreement import MismatchCheck, open_numbered_exchange
 from shardwise.consistency.process_groups import group_of, patience_s
+from shardwise.consistency.store import default_store
 from shardwise.errors import StateError
 from shardwise.fsdp.attachment import Attachment, attachment_of, diverging, names_of_units, roots_to_come
 from shardwise.fsdp.comm_context import CommContext, UnitComm
@@ -110,7 +110,7 @@ def set_limits(engine: Engine) -> None:
 def _mismatch_check(units: list[Unit], device: torch.device) -> MismatchCheck | None:
     meshes = [unit.settings.axes.mesh for unit in units if unit.params]
     largest = max(meshes, key=lambda mesh: mesh.size(), default=None)
-    store = None if largest is None or largest.size() == 1 else torch_private.default_store()
+    store = None if largest is None or largest.size() == 1 else default_store()
     if largest is None or store is None:
         return None
     ranks = tuple(largest.mesh.flatten().tolist())

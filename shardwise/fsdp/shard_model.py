@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError
 from shardwise.fsdp.api import default_mesh, describe_units, fully_shard, modules_in, replicate
 from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.build import ShardPlacementFn, refuse_wrappers
-from shardwise.fsdp.mesh import DataParallelMeshDims, Placements, row_of
+from shardwise.fsdp.mesh import DataParallelMeshDims, Strategy
 from shardwise.fsdp.module import FSDPModule
 from shardwise.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, precision_from
 from shardwise.observe import say
@@ -122,7 +122,7 @@ class MemoryPolicy(Protocol):
 def shard_model(
     model: nn.Module,
     *,
-    strategy: str | Placements | None = None,
+    strategy: Strategy | str | None = None,
     min_unit_bytes: int = DEFAULT_MIN_UNIT_BYTES,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -153,9 +153,9 @@ def shard_model(
 
     Args:
         model: the root module; only parameters of inner units may be sharded already.
-        strategy: "zero3", "zero2", "hsdp" or "hfsdp": how parameters, gradients and optimizer state are placed on ``mesh``, see
-            :class:`Placements`.  "ddp": :func:`replicate` of the whole model; "zero1": the same with plain parameters, which
-            ``ZeroRedundancyOptimizer`` takes.  None: "zero3" on a 1-D mesh, "hsdp" on a 2-D one.
+        strategy: a :class:`Strategy`, or its value: "zero3", "zero2", "hsdp" or "hfsdp" shard over ``mesh``.  "ddp":
+            :func:`replicate` of the whole model; "zero1": the same with plain parameters, which ``ZeroRedundancyOptimizer``
+            takes.  None: "zero3" on a 1-D mesh, "hsdp" on a 2-D one.
         min_unit_bytes: bytes of a unit's unsharded parameters, in the dtypes in which they are stored, without
             ``ignored_params``; a tied parameter counts in its first block.  0 never merges.  With the default, 1.5 MiB, larger
             units were not faster: for 64 blocks of 0.2 MB (two CPU ranks) eight in a unit were best, while blocks of 12.6 MB
@@ -185,21 +185,21 @@ def shard_model(
         )
     check_whole("min_unit_bytes", min_unit_bytes, 0, "; 0 never merges blocks")
     modules_in(model, "shard_model")
-    row = None if strategy is None else row_of(strategy)
+    strategy = None if strategy is None else Strategy(strategy)
     if memory is not None:
         hint = "since a plan needs the inputs of a microbatch, too"
         check_kind("shard_model: memory", memory, MemoryPolicy, f"MemoryLimit({memory!r}, (batch, length)), {hint}")
         mesh = mesh if mesh is not None else default_mesh()
-        strategy = "zero3" if row is None else row.strategy
-        offload_policy = memory.fit(model, mesh, strategy, min_unit_bytes, mp_policy) or offload_policy
-    if row is not None and "sharded" not in row.optimizer:
+        name = (strategy or Strategy.ZERO3).value
+        offload_policy = memory.fit(model, mesh, name, min_unit_bytes, mp_policy) or offload_policy
+    if strategy is Strategy.ZERO1 or strategy is Strategy.DDP:
         given = reshard_after_forward, shard_placement_fn, dp_mesh_dims
         if any(each is not None for each in given) or sync_module_states:
             raise ConfigError(
-                f"shard_model: strategy {row.strategy!r} shards no parameter: leave out arguments of sharding"
+                f"shard_model: strategy {strategy.value!r} shards no parameter: leave out arguments of sharding"
             )
         options: dict[str, Any] = {"ignored_params": ignored_params, "compression": compression}
-        options["parameters"] = "plain" if row.strategy == "zero1" else "dtensor"
+        options["parameters"] = "plain" if strategy is Strategy.ZERO1 else "dtensor"
         return replicate(model, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy, **options)
     mesh = mesh if mesh is not None else default_mesh()
     mp_policy = precision_from(mp_policy)
@@ -210,7 +210,7 @@ def shard_model(
     shard: Callable[..., object] = partial(
         cast(Any, fully_shard),
         mesh=mesh,
-        placements=row,
+        strategy=strategy,
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
         offload_policy=offload_policy,

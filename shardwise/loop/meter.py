@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 from shardwise import torch_private
 from shardwise.consistency.failure_report import naming_lost_peers
 from shardwise.consistency.process_groups import gather_rows
+from shardwise.containers import tensors_in
 from shardwise.errors import ConfigError, DesyncError
 from shardwise.formatting import format_bytes, format_ranks
-from shardwise.fsdp.trace import Trace, trace
+from shardwise.loop.trace import trace
 from shardwise.one_host import read_proc
 from shardwise.planner.hardware import flops_of
 
@@ -129,7 +130,7 @@ class StepMeter:
         if self.num_steps == 1:
             sums.first_data_s = sums.data_s
         if traced is not None:
-            sums.waits_s = _exposed_s(traced)
+            sums.waits_s = sum(traced.exposed_s().values()) if traced.spans else math.nan
 
     def log(self, **values: float | Tensor) -> dict[str, float | None] | None:
         """Write figures if the last step is one of every ``every``, and return them; else None.
@@ -212,7 +213,7 @@ class StepMeter:
         """Count the operations from here to the next forward, or to the end of the step, unless they are known."""
         if self._peak_flops is None or self._passes is None or torch.compiler.is_compiling():
             return
-        shapes = [each.shape for each in torch_private.leaves_of(inputs) if isinstance(each, Tensor)]
+        shapes = [each.shape for each in tensors_in(inputs)]
         self._passes.append((len(self._passes), torch.is_grad_enabled(), *shapes))
         self._counting.close()
         if self._passes[-1] not in self._flops:
@@ -289,10 +290,6 @@ def _number(name: str, value: float | Tensor) -> float:
         return float(value.detach() if isinstance(value, Tensor) else operator.truediv(value, 1))
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"StepMeter: {name} is a {type(value).__name__}, expected a number") from error
-
-
-def _exposed_s(traced: Trace) -> float:
-    return sum(traced.exposed_s().values()) if traced.spans else math.nan
 
 
 def _memory(device: torch.device) -> tuple[float, float]:

@@ -15,17 +15,17 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from shardwise import torch_private
 from shardwise.arguments import check_kind, explains_fields
 from shardwise.collectives.buffer_pool import limit_heap
 from shardwise.consistency.agreement import open_store_gather
+from shardwise.containers import tensors_in
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes, parse_size
 from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.fsdp.shard_model import blocks_of
 from shardwise.offload.activations import ActivationPolicy, apply_activations
+from shardwise.offload.disk import DiskOffloadPolicy
 from shardwise.offload.optimizer import OffloadedStep, OptimizerOffload
-from shardwise.offload.tiers import DiskOffloadPolicy
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, optimizer_backend
 from shardwise.planner.advice import Choices, Plan, plan
 from shardwise.planner.hardware import (
@@ -159,4 +159,4 @@ class MemoryLimit:
 
 
 def _largest(values: object) -> int:
-    return max((each.numel() for each in torch_private.leaves_of(values) if isinstance(each, torch.Tensor)), default=0)
+    return max((each.numel() for each in tensors_in(values)), default=0)

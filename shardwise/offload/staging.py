@@ -13,7 +13,7 @@ import torch
 from shardwise import torch_private
 from shardwise.collectives.streams import Device, SideStream
 from shardwise.fsdp.flat_buffer import ParamStorage
-from shardwise.offload.tiers import layout_of, views_in
+from shardwise.offload.disk import layout_of, views_in
 from shardwise.optim.slices import ParamSlice, local_of
 
 Gradients = Sequence[torch.Tensor | None]

@@ -12,9 +12,8 @@ import torch
 
 from shardwise import torch_private
 from shardwise.observe import span
-from shardwise.offload.disk import DiskTier
+from shardwise.offload.disk import DiskTier, State
 from shardwise.offload.staging import Copies, Digests, Gradients, Load, Staging, digests_of
-from shardwise.offload.tiers import State
 from shardwise.optim.elementwise import ElementwiseStep, is_per_element
 from shardwise.optim.slices import Options, Params, ParamSlice, PerSlice, Values, whole
 from shardwise.optim.state_dict import copy_options, options_of, unwrap

@@ -555,7 +555,7 @@ class SummedStep(ElementwiseStep):
         super().add_group(params, options)
 
     def _update(self) -> None:
-        with SumsOverRanks(per_element_of(self.optimizer), self._add_up):
+        with torch_private.watching(SumsOverRanks(per_element_of(self.optimizer), self._add_up).after):
             torch_private.step_inside(self.optimizer)
 
     def _add_up(self, value: torch.Tensor) -> torch.Tensor:

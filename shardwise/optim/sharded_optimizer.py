@@ -23,7 +23,7 @@ from shardwise import torch_private
 from shardwise.arguments import check_kind
 from shardwise.checks.optimizers import after_optimizer_step, before_optimizer_step
 from shardwise.consistency.agreement import open_exchange
-from shardwise.consistency.store import Sketch, sample_of
+from shardwise.consistency.store import Sketch, are_threads, sample_of
 from shardwise.errors import ArgumentTypeError, ConfigError, TransportError
 from shardwise.fsdp.clip import Limit, Part, clip_parts, part_of, refuse_fixed_sums
 from shardwise.observe import note
@@ -77,7 +77,7 @@ def has_only_plain(params: Iterable[torch.Tensor]) -> bool:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return False
     is_plain = all(type(param) in (torch.Tensor, nn.Parameter) for param in params)
-    return is_plain and dist.get_backend() != "fake" and not torch_private.are_threads()
+    return is_plain and dist.get_backend() != "fake" and not are_threads()
 
 
 def compare_gradients(params: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -327,7 +327,7 @@ class ShardedOptimizer(Optimizer):
 
     Raises: ConfigError for wrong arguments and for optimizers that cannot be right on shards.
 
-    Source: the constructor of ``torch.distributed._shard.sharded_optim.ShardedOptimizer``; code that calls it can use
+    Source: the constructor of ``ShardedOptimizer`` of torch's ``sharded_optim``; code that calls it can use
     this class.
 
     Example:

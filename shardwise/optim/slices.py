@@ -295,8 +295,8 @@ def slices_of(name: str, param: torch.Tensor) -> list[ParamSlice]:
             raise ConfigError(
                 f"{name}: placements {param.placements} hold partial sums; redistribute to Replicate or Shard first"
             )
-        offsets, sizes = torch_private.chunks_of(param)[0]
-        return [ParamSlice(name, param, 0, Window(offsets, sizes))]
+        part = param.__create_chunk_list__()[0]
+        return [ParamSlice(name, param, 0, Window(tuple(part.offsets), tuple(part.sizes)))]
     return [ParamSlice(name, param, 0, whole(param.shape))]
 
 

@@ -130,10 +130,8 @@ def wrap(slices: Sequence[ParamSlice], value: Any) -> Any:
         return value
     first, param = value[0], slices[0].param
     if isinstance(param, DTensor):
-        spec = torch_private.spec_of(param)
-        if first.dtype != param.dtype:
-            spec = torch_private.make_spec(spec.mesh, spec.placements, param.shape, param.stride(), first.dtype)
-        return torch_private.dtensor_from_view(first, spec)
+        spec = torch_private.spec_of(param, first.dtype)
+        return torch_private.dtensor_from_local(first, spec, is_kept=True)
     if isinstance(param, ShardedTensor):
         return torch_private.sharded_tensor_like(param, [] if slices[0].stand_in is not None else list(value))
     return first

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise import torch_private
+from shardwise.containers import tensors_in
 from shardwise.errors import ConfigError
 from shardwise.optim.slices import MakeOptimizer, known_base
 from shardwise.optim.state_dict import options_of
@@ -23,8 +24,8 @@ _SUMS = ("sum", "dot", "vdot", "count_nonzero", "any")  # reductions that accept
 _NORMS = ("linalg_vector_norm", "norm", "_foreach_norm")
 
 
-class SumsOverRanks(torch_private.DispatchMode):
-    """While active, sums over the elements of ``tensors`` are also summed over ranks.
+class SumsOverRanks:
+    """Sums over the elements of ``tensors`` that operations have computed are also summed over ranks.
 
     A result computed element by element from such tensors is per element too; a summed number is not, nor is what is
     computed from numbers.  The program decides which operations sum, not shapes, so that it is the same on every rank,
@@ -41,27 +42,21 @@ class SumsOverRanks(torch_private.DispatchMode):
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], add_up: AddUp) -> None:
-        super().__init__()
         self.num_sums = 0
         self._add_up = add_up
         self._per_element: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in tensors:
             self._follow(tensor)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        inputs = [each for each in _tensors_in((args, dict(kwargs or {}))) if self._is_per_element(each)]
-        if not inputs:
-            return out
-        numbers = [each for each in _tensors_in(out) if each.dim() == 0 and not self._is_per_element(each)]
-        if numbers and all(each.dim() > 0 for each in inputs):
-            self._take(func, args, numbers)
-            return out
-        for tensor in _tensors_in(out):
-            self._follow(tensor)
-        return out
+    def after(self, func: Any, given: tuple[Any, Any], out: object) -> None:
+        """Sum over ranks what ``func(*given[0], **given[1])`` has summed, in ``out``; for :func:`torch_private.watching`."""
+        inputs = [each for each in tensors_in(given) if self._is_per_element(each)]
+        numbers = [each for each in tensors_in(out) if each.dim() == 0 and not self._is_per_element(each)]
+        if numbers and inputs and all(each.dim() > 0 for each in inputs):
+            self._take(func, given[0], numbers)
+        elif inputs:
+            for tensor in tensors_in(out):
+                self._follow(tensor)
 
     def _take(self, func: Any, args: tuple[Any, ...], numbers: Sequence[torch.Tensor]) -> None:
         name = func.overloadpacket.__name__
@@ -86,10 +81,6 @@ class SumsOverRanks(torch_private.DispatchMode):
         storage = tensor.untyped_storage()
         found = self._per_element.get(id(storage))
         return found is not None and found() is storage
-
-
-def _tensors_in(tree: object) -> list[torch.Tensor]:
-    return [each for each in torch_private.leaves_of(tree) if isinstance(each, torch.Tensor)]
 
 
 def per_element_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -182,7 +173,8 @@ def takes_sums(make: MakeOptimizer, options: Mapping[str, Any], device: torch.de
     num_sums = 0
     for _ in range(2):
         tensor.grad = torch.ones_like(tensor)
-        with SumsOverRanks(per_element_of(optimizer), lambda number: number) as sums:
+        sums = SumsOverRanks(per_element_of(optimizer), lambda number: number)
+        with torch_private.watching(sums.after):
             optimizer.step()
         num_sums += sums.num_sums
     return num_sums > 0
@@ -245,7 +237,8 @@ def _stepped(
     for row in gradients:
         for tensor, gradient in zip(tensors, row, strict=True):
             tensor.grad = gradient.to(device, copy=True)
-        with nullcontext() if add_up is None else SumsOverRanks(per_element_of(optimizer), add_up):
+        sums = None if add_up is None else SumsOverRanks(per_element_of(optimizer), add_up)
+        with nullcontext() if sums is None else torch_private.watching(sums.after):
             optimizer.step()
     return tensors, [optimizer.state.get(tensor, {}) for tensor in tensors]
 

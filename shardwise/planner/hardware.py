@@ -30,8 +30,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from shardwise import torch_private
 from shardwise.collectives.owned import plain_parts
+from shardwise.containers import tensors_in
 from shardwise.errors import ConfigError
-from shardwise.fsdp.mesh import STRATEGIES as ROWS
+from shardwise.fsdp.mesh import Strategy
 from shardwise.fsdp.shard_model import families_of
 from shardwise.one_host import resident_bytes
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, Child, group_blocks
@@ -286,10 +287,10 @@ def with_hosts(hardware: Hardware, ranks: int, hosts: int) -> Hardware:
 
 # ---- One way to train a model: the API, the mesh, the sizes of units, and the structure of a step.
 
-# Rows of the table of placements, as ``shard_model`` and ``shardwise train --shard`` name them; "none": torch's DDP.
-STRATEGIES = (*(name for name in ROWS if name != "hfsdp"), "none")
-SHARDING = frozenset(name for name in STRATEGIES[:-1] if "sharded" in ROWS[name].optimizer)  # parameters, between steps
-RESHARDING = frozenset(name for name in SHARDING if "sharded" in ROWS[name].parameter)  # parameters, after forward
+# As ``shard_model`` and ``shardwise train --shard`` name them; "none": torch's DDP.
+STRATEGIES = (*(each.value for each in Strategy if each is not Strategy.HFSDP), "none")
+RESHARDING = frozenset({"zero3", "hsdp"})  # parameters, after forward
+SHARDING = RESHARDING | {"zero2"}  # parameters, between steps
 UNIT_STRATEGIES = SHARDING | {"ddp"}  # of our engine; the others are under torch's DDP
 COLLECTIVE, SHARED = "collective", "shared memory"
 ONE_UNIT = 1 << 62  # a unit size that no block has: all parameters are one unit
@@ -644,8 +645,8 @@ class OpWatch:
         """Record an operation that has just run."""
         if func.namespace == "prim":
             return
-        inputs = [each for each in torch_private.leaves_of(given) if isinstance(each, torch.Tensor)]
-        outputs = [each for each in torch_private.leaves_of(out) if isinstance(each, torch.Tensor)]
+        inputs = tensors_in(given)
+        outputs = tensors_in(out)
         made = 0
         for tensor in outputs:
             storage = tensor.untyped_storage()
@@ -654,10 +655,10 @@ class OpWatch:
                 made += 1
         self._peak = max(self._peak, self.live_bytes)
         if func.namespace == "_c10d_functional":
-            rings = _RINGS.get(torch_private.packet_of(func).__name__, 0)
+            rings = _RINGS.get(func.overloadpacket.__name__, 0)
             self._rings += rings
             self._ring_bytes += rings * max(t.numel() * t.element_size() for t in [*inputs, *outputs])
-        elif made or torch_private.is_mutating(func):
+        elif made or func.overloadpacket.__name__.endswith("_"):  # or in place
             self._num_ops += 1
             flops = flops_of(func, *given, out)
             self._flops += flops
@@ -677,7 +678,7 @@ class OpWatch:
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: object) -> float:
     """Return the floating-point operations of matrix products and attention; 0 for anything else."""
-    packet = torch_private.packet_of(func)
+    packet = func.overloadpacket
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=out))
     name = packet.__name__
@@ -699,7 +700,7 @@ def default_loss(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
     """Return next-token cross entropy in fp32 for integer inputs (batch, time), else the mean of the output."""
     output: object = model(*inputs)
     found = getattr(output, "logits", output)
-    logits = found if isinstance(found, torch.Tensor) else cast(torch.Tensor, torch_private.leaves_of(found)[0])
+    logits = tensors_in(found)[0]
     if inputs and not inputs[0].is_floating_point() and logits.shape[:-1] == inputs[0].shape:
         return F.cross_entropy(logits.float().flatten(0, -2), inputs[0].flatten().long())
     return logits.float().mean()
@@ -790,7 +791,7 @@ def _fake(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
 def _fake_parameter(param: nn.Parameter, precision: str) -> nn.Parameter:
     dtype = torch.bfloat16 if precision == "bf16" and param.is_floating_point() else param.dtype
     if isinstance(param, DTensor):
-        spec = torch_private.spec_in(torch_private.spec_of(param), dtype)
+        spec = torch_private.spec_of(param, dtype)
         local = _fake(torch_private.local_of(param), dtype)
         fake = torch_private.parameter_from_local(local, spec, param.requires_grad)
     else:
@@ -878,8 +879,8 @@ class _Steps:
                 begun.append(True)
                 self._pass(StepEvent.PRE_BACKWARD, number)
 
-        for each in torch_private.leaves_of(output):
-            if isinstance(each, torch.Tensor) and each.requires_grad:
+        for each in tensors_in(output):
+            if each.requires_grad:
                 each.register_hook(enter_backward)
 
     def _arrive(self, mark: StepMark, param: torch.Tensor) -> None:

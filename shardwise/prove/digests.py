@@ -15,12 +15,13 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.collectives.owned import sum_bytes, sum_of
+from shardwise.containers import tensors_in
 from shardwise.errors import ShardwiseError, StateError
 from shardwise.fsdp.attachment import attachment_of
 from shardwise.prove.compare import lines_of
 from shardwise.prove.sketch import Box, digest
-from shardwise.reproducible.norm import cut_of
 from shardwise.reproducible.reproducible import Reproducible
+from shardwise.reproducible.sums import cut_of
 from shardwise.safe_files import open_append, replace_file
 
 FILE = "digests.jsonl"
@@ -91,7 +92,7 @@ class RunDigests:
         number = self._fixed.place.number
         if number is None or self._outputs[name][number]:  # blocks that are computed again in backward
             return
-        tensors = [each for each in torch_private.leaves_of(output) if isinstance(each, torch.Tensor)]
+        tensors = tensors_in(output)
         self._outputs[name][number] = sum(digest(torch_private.local_of(each.detach())) for each in tensors)
         self._outputs[name] = self._outputs.pop(name)  # after the last microbatch the order is that of the outputs
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DeviceMesh, Replicate, init_device_mesh
 from torch.optim.optimizer import Optimizer
 
 from shardwise import torch_private
+from shardwise.collectives.streams import accelerator_type
 from shardwise.errors import StateError
 from shardwise.fsdp.api import OLDER_ARGUMENTS, default_mesh
 from shardwise.fsdp.mesh import MeshAxes, names_of
@@ -124,7 +125,7 @@ class Plain:
         if dims is not None and mesh is not None:
             mesh = mesh[(*names_of(dims.replicate), *names_of(dims.shard))]
         if isinstance(group, dist.ProcessGroup):
-            mesh = DeviceMesh.from_group(group, torch_private.accelerator_type())
+            mesh = DeviceMesh.from_group(group, accelerator_type())
         modules = [module] if isinstance(module, nn.Module) else [*module]
         for each in modules:
             named = each.named_parameters(remove_duplicate=False)
@@ -521,7 +522,7 @@ def _mesh_of(tensor: torch.Tensor) -> DeviceMesh:
     wrap = THE_PLAIN.wrap_of(tensor)
     if wrap is not None and wrap.mesh is not None:
         return wrap.mesh
-    return init_device_mesh(torch_private.accelerator_type(), (rank_and_size()[1],))
+    return init_device_mesh(accelerator_type(), (rank_and_size()[1],))
 
 
 class PlainRecorder(RunRecorder):

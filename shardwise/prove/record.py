@@ -26,6 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise import torch_private
+from shardwise.containers import tensors_in
 from shardwise.fsdp.waiting_gradients import WaitingGradient
 from shardwise.prove.sketch import sketch_of
 from shardwise.random_state import RandomState
@@ -234,7 +235,7 @@ class RunRecorder:
                     self.see_model(self.names.roots[-1], len(self.names.roots) - 1)
             self.counts["inputs"] = 0
             changed = self.begin_pass(module, args)
-        tensors = [each for each in torch_private.leaves_of(args) if isinstance(each, torch.Tensor)]
+        tensors = tensors_in(args)
         if not self.counts["inputs"] and tensors:  # of the model, or of the first module that has positional ones
             self.counts["inputs"] = 1
             self._add_all("input", self.names.of_module(module) or "the model", tensors)
@@ -252,7 +253,7 @@ class RunRecorder:
             pass
         name = self.names.of_module(module)
         if name is not None and output is not None:
-            tensors = [each for each in torch_private.leaves_of(output) if isinstance(each, torch.Tensor)]
+            tensors = tensors_in(output)
             self._add_all("output", name, tensors)
 
     def _add_all(self, stage: str, name: str, tensors: Iterable[torch.Tensor]) -> None:
@@ -377,7 +378,7 @@ def state_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor | None:
         return value
     if value.shape != torch_private.local_of(param).shape:
         return None
-    spec = torch_private.spec_in(torch_private.spec_of(param), value.dtype)
+    spec = torch_private.spec_of(param, value.dtype)
     return torch_private.dtensor_from_local(value.detach(), spec)
 
 

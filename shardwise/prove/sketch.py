@@ -149,8 +149,8 @@ def _part_of(tensor: DTensor) -> tuple[Box | None, tuple[int, ...]]:
         if any(is_cut):
             along = tuple(slice(None) if cut else at for cut, at in zip(is_cut, coordinate, strict=True))
             owners = tensor.device_mesh.mesh[along].reshape(-1).tolist()
-            for offsets, sizes in torch_private.chunks_of(tensor)[:1]:
-                box = Box(tuple(tensor.shape), offsets, sizes)
+            for part in tensor.__create_chunk_list__()[:1]:
+                box = Box(tuple(tensor.shape), tuple(part.offsets), tuple(part.sizes))
         found = _parts[key] = box, tuple(owners)
     return found
 

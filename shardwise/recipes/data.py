@@ -362,7 +362,8 @@ def find_sources(data: str | None, column: str = "text") -> tuple[str, list[Text
     if path.is_dir() and is_dataset(path):
         return str(path), _not_empty(dataset_sources(path, column), path)
     if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
+        shown = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
+        files = sorted(p for p in shown if p.is_file())
         found = [file_source(p, str(p.relative_to(path)), column) for p in files if p.stat().st_size]
         return str(path), _not_empty([s for s in found if s.kind != "text" or not why_binary(s.path)], path)
     found = "is neither a file nor a folder" if path.exists() else "does not exist"
@@ -398,10 +399,6 @@ def _standard_library() -> list[TextSource]:
     if not sources:
         raise ConfigError(f"the standard library at {root} has no .py files here: name a text with --data PATH.")
     return sources
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def split_sources(sources: Sequence[TextSource]) -> DataSplit:

@@ -36,7 +36,6 @@ from shardwise import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     OptimizerOffload,
-    Placements,
     ShardedOptimizer,
     ZeroRedundancyOptimizer,
     clip_grad_norm_,
@@ -50,7 +49,6 @@ from shardwise.collectives.routes import check_transport
 from shardwise.consistency.failure_report import naming_lost_peers
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes
-from shardwise.fsdp.mesh import STRATEGIES as PLACEMENTS
 from shardwise.fsdp.shard_model import blocks_of as repeated_blocks_of
 from shardwise.recipes.config import ModelShape, TrainConfig, data_ranks, microbatches_per_rank
 from shardwise.recipes.data import first_line
@@ -367,13 +365,13 @@ def _shard_fully(
     config: TrainConfig,
     mesh: DeviceMesh,
     memory: MemoryLimit | None,
-    placements: Placements | None = None,
+    strategy: str | None = None,
 ) -> nn.Module:
     options = _engine_options(config, mesh)
     for expert in experts_of(model):
-        fully_shard(expert, placements=placements, **options)
+        fully_shard(expert, strategy=strategy, **options)
     options |= {"min_unit_bytes": config.min_unit_bytes, "memory": memory}
-    return _with_options(shard_model(model, strategy=placements, **options), config)
+    return _with_options(shard_model(model, strategy=strategy, **options), config)
 
 
 def _replicate(model: nn.Module, config: TrainConfig, mesh: DeviceMesh, memory: MemoryLimit | None) -> nn.Module:
@@ -429,7 +427,7 @@ STRATEGIES: Mapping[str, ShardingStrategy] = MappingProxyType(
         "zero2": replace(
             _FULL,
             summary="ZeRO-2: gradients and optimizer state sharded, parameters gathered once per forward and backward",
-            wrap=partial(_shard_fully, placements=PLACEMENTS["zero2"]),
+            wrap=partial(_shard_fully, strategy="zero2"),
         ),
         "zero1": replace(
             _NONE, summary="ZeRO-1: DDP with only the optimizer state sharded", build_optimizer=build_zero_adamw

@@ -9,6 +9,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn, cast
@@ -144,7 +145,7 @@ def save_units(saved: Saved, attachments: Sequence[Attachment]) -> None:
         for unit in attachment.units:
             saved.then(_unit_as_it_is(unit))
             if (compression := unit.settings.compression) is not None:
-                saved.num_bytes += compression.residual_bytes
+                saved.num_bytes += sum(each.nbytes for each in compression.residuals.values())
                 saved.then(compression.mark())
     saved.then(drop_engines)
 
@@ -507,9 +508,8 @@ class Ledger:
         for ddp in self._living_ddps():
             members = self.agreement.members if self.agreement is not None else (0,)
             mine = self.agreement.rank if self.agreement is not None else 0
-            naming_lost_peers(
-                lambda ddp=ddp: torch_private.settle_buckets(ddp), "a transaction cannot begin", members, mine
-            )
+            settle = partial(torch_private.settle_buckets, ddp)
+            naming_lost_peers(settle, "a transaction cannot begin", members, mine)
         saved, earlier = self.saved, [unit.earlier for each in self._attachments for unit in each.units]
         saved.begin()
         saved.undo_forward = saved.copy("forward", self._written_by_forward())
@@ -519,7 +519,7 @@ class Ledger:
         for each in earlier:
             saved.then(each.show)
         for ddp in self._living_ddps():
-            saved.then(lambda ddp=ddp: torch_private.reset_reducer(ddp))
+            saved.then(partial(torch_private.settle_buckets, ddp, has_failed=True))
         save_buffers(saved, self._buffers)
         for each in self._optimizers.values():
             save_options(saved, each)
@@ -593,7 +593,8 @@ def _agreement() -> Agreement | None:
     if world is None:
         return None
     for group in torch_private.all_groups():
-        if group.size() > 1 and not torch_private.is_only_gloo(group):
+        backends = {each.rpartition(":")[2] for each in dist.get_backend_config(group).split(",")}
+        if group.size() > 1 and backends != {"gloo"}:
             raise ConfigError(
                 f"a transaction needs groups whose collectives end when a rank leaves; group {group.group_name} talks "
                 f"{dist.get_backend(group)}, which waits in kernels that cannot be interrupted. Use gloo, or restart from a "

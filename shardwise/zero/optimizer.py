@@ -20,12 +20,11 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from shardwise import torch_private
 from shardwise.collectives.owned import OwnedSlice, broadcast_tensor, gather_objects_of, launch_broadcasts
 from shardwise.collectives.owned import broadcast_object as _broadcast_object
 from shardwise.collectives.streams import watch_device
 from shardwise.consistency.agreement import GroupAgreement, open_agreement
-from shardwise.consistency.store import Sketch, digest_of, sample_of
+from shardwise.consistency.store import Sketch, are_threads, digest_of, sample_of
 from shardwise.errors import ConfigError, DesyncError, StateError
 from shardwise.fsdp.clip import clip_grad_norm_, refuse_fixed_sums
 from shardwise.observe import note
@@ -287,7 +286,7 @@ class ZeroBackend:
             self.lay_out()
         elif addresses_of(params) != layout.addresses:
             self.lay_out()
-        if not self._has_compared and self.agreement.size > 1 and not torch_private.are_threads():
+        if not self._has_compared and self.agreement.size > 1 and not are_threads():
             check_same_params(self.rank_partition, moving, self.agreement, f"step() number {self.num_steps + 1}")
             self._has_compared = True
         self.local.members.check(self.local.groups)

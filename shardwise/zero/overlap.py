@@ -158,7 +158,8 @@ def _step(
 ) -> None:
     """Update this rank's slices of the parameters that have ``gradients``, by index, and launch ``broadcasts``."""
     backend = overlap.backend
-    slices = backend.rank_partition.local_slices_of(gradients)
+    own = backend.rank_partition.local_by_param
+    slices = [local for index in sorted(gradients) for local in own[index]]
     if slices:
         backend.local.step_slices([(each, gradient_for(each, gradients[each.owned_slice.tensor])) for each in slices])
     running.broadcasts += launch_broadcasts(broadcasts, backend.agreement, _what(backend))

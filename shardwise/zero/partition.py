@@ -368,10 +368,6 @@ class RankPartition:
         """Return all ranks' slices of these parameters, in the order of :attr:`params`."""
         return [owned_slice for index in sorted(indices) for owned_slice in self.by_param[index]]
 
-    def local_slices_of(self, indices: Iterable[int]) -> list[LocalSlice]:
-        """Return this rank's slices of these parameters, in the same order."""
-        return [local for index in sorted(indices) for local in self.local_by_param[index]]
-
     def tensors_of_group(self, number: int) -> list[torch.Tensor]:
         """Return the local optimizer's tensors of a group, in the order of :attr:`local_slices`."""
         members = set(self.slices_of_groups[number])

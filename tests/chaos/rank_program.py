@@ -20,7 +20,6 @@ from torch.optim import SGD, Adam, Optimizer
 from chaos.program import Program
 from shardwise import (
     FSDPModule,
-    Placements,
     ShardedOptimizer,
     ZeroRedundancyOptimizer,
     fully_shard,
@@ -89,10 +88,10 @@ def build(program: Program) -> Parts:
     mesh = None
     if door == "hsdp" and not program.mesh_is_flat:
         mesh = _two_axes(num_ranks)
-    placements = Placements(("replicated",), ("sharded",), ("sharded",)) if door == "zero2" else None
+    strategy = "zero2" if door == "zero2" else None
     for block in net.blocks:
-        fully_shard(block, mesh=mesh, placements=placements)
-    fully_shard(net, mesh=mesh, placements=placements)
+        fully_shard(block, mesh=mesh, strategy=strategy)
+    fully_shard(net, mesh=mesh, strategy=strategy)
     if door == "whole_matrix":
         return Parts(net, net, ShardedOptimizer(dict(net.named_parameters()), torch.optim.Muon, lr=0.05))
     return Parts(net, net, SGD(net.parameters(), lr=0.05, momentum=0.9))

@@ -86,7 +86,7 @@ def warnings_of(name: str) -> Generator[list[str], None, None]:
 
 
 def warned(model: nn.Module, match: str) -> None:
-    with warnings_of("shardwise.checks.initial_values") as told:
+    with warnings_of("shardwise.checks") as told:
         for _ in range(2):
             forward(model)
     if dist.get_rank() == 0:

@@ -10,15 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import on_ranks
-from helpers.strategies import held, moves
+from helpers.strategies import STRATEGIES, held, moves
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import shardwise
-from shardwise import ConfigError, Placements, ZeroRedundancyOptimizer, fully_shard, set_default_transport, shard_model
-from shardwise.fsdp.mesh import STRATEGIES
+from shardwise import ConfigError, Strategy, ZeroRedundancyOptimizer, fully_shard, set_default_transport, shard_model
 
 UNITS = 4  # three blocks and the root
 COLLECTIVES = {
@@ -107,9 +106,7 @@ def test_every_unit_issues_the_collectives_of_the_row(name: str) -> None:
     row = STRATEGIES[name]
     for module in (*[*model][:3], model):
         # The root keeps its parameters by default, as with FSDP2; where rows leave the choice, it is made alike here.
-        fully_shard(
-            module, mesh=mesh, placements=row, reshard_after_forward=True if name in ("zero3", "hsdp") else None
-        )
+        fully_shard(module, mesh=mesh, strategy=name, reshard_after_forward=True if name in ("zero3", "hsdp") else None)
     for step in range(2):
         with CommDebugMode() as found:
             model(_batch(step, dist.get_rank())).square().mean().backward()
@@ -146,8 +143,7 @@ def test_accumulation_may_keep_the_parameters_of_zero_2() -> None:
 
 @on_ranks(2)
 def test_what_does_not_fit_a_strategy_is_a_named_error() -> None:
-    flat = init_device_mesh("cpu", (2,))
-    zero2, ddp = STRATEGIES["zero2"], STRATEGIES["ddp"]
+    flat, model = init_device_mesh("cpu", (2,)), _model()
     for call, words in (
         (lambda: shard_model(_model(), strategy="zero4"), "strategy is 'zero4'"),
         (lambda: shard_model(_model(), strategy="hsdp", mesh=flat), "hsdp takes a mesh of 2 data-parallel axes"),
@@ -156,12 +152,14 @@ def test_what_does_not_fit_a_strategy_is_a_named_error() -> None:
             "leave out reshard_after_forward",
         ),
         (lambda: shard_model(_model(), strategy="ddp", sync_module_states=True), "'ddp' shards no parameter"),
-        (lambda: fully_shard(_model(), placements=ddp), "ddp shards no parameter: call shard_model"),
-        (lambda: fully_shard(_model(), placements=Placements(*[("owned",)] * 3)), "is no strategy"),
+        (lambda: fully_shard(model, strategy="ddp"), "ddp shards no parameter: call shard_model"),
+        (lambda: fully_shard(model, strategy=Strategy.ZERO1), "zero1 shards no parameter: call shard_model"),
+        (lambda: fully_shard(model, strategy=Strategy.HFSDP, mesh=flat), "hfsdp takes a mesh of 2 data-parallel axes"),
+        (lambda: fully_shard(model, strategy="zero4"), "strategy is 'zero4'"),  # type: ignore[arg-type]
     ):
         with pytest.raises(ConfigError, match=words):
             call()
-    assert fully_shard(_model(), placements=zero2) is not None
+    assert fully_shard(model, strategy=Strategy.ZERO2) is model  # what refused a strategy has sharded nothing
 
 
 @pytest.mark.parametrize("name", ["zero2", "hfsdp"])

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise
 from shardwise import (
     ConfigError,
-    Placements,
     ShardedOptimizer,
     ZeroRedundancyOptimizer,
     fully_shard,
@@ -185,7 +184,7 @@ def predicted_calls(setting: Setting, width: int = 16) -> list[Call]:
 def test_what_units_call_was_planned_before_any_of_them_was_there() -> None:
     replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     hybrid = functools.partial(fully_shard, mesh=replicas)
-    zero2 = functools.partial(fully_shard, placements=Placements(("replicated",), ("sharded",), ("sharded",)))
+    zero2 = functools.partial(fully_shard, strategy="zero2")
     full = Setting(ranks=2, min_unit_bytes=0)
     for door, transport, setting, width in (
         (fully_shard, "auto", replace(full, transport=SHARED), 16),

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fake_accelerator.allocations import Access, Allocations, Block, Extent, Kind, owner_lane
 from fake_accelerator.timeline import Timeline
@@ -53,7 +54,7 @@ class Collective:
     lane: str
 
 
-class OperationRecorder(torch_private.DispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """Tells a timeline and its allocations what every operation does.
 
     Attributes:

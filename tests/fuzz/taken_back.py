@@ -154,7 +154,7 @@ def _share_memory_of_meta() -> None:
 
 
 def _lose_attributes() -> None:
-    _IN_BUILD._hand_on = torch_private.share_hooks
+    _IN_BUILD._hand_on = torch_private.move_hooks
     cast(Any, ShardedParam).hand_on_attributes = lambda self: None
 
 
@@ -214,7 +214,7 @@ FIXES: dict[str, Callable[[], None]] = {
     "what is on meta shares no memory": _share_memory_of_meta,
     "graphs within transforms count": _set(torch_private, "graphs_of", lambda tensor: [tensor]),
     "weights that hooks hold stay": _set(Unit, "count_aliases", lambda self: 0),
-    "torch's replicate leaves units alone": _set(torch_private, "enter_composable_api", lambda *_: None),
+    "torch's replicate leaves units alone": _set(torch_private, "show_to_tools", lambda *_: None),
     "attributes follow": _lose_attributes,
     "buffers that differ are not saved": _set(BufferCheck, "compare", lambda *_: None),
     "ranks begin alike": _begin_apart,

@@ -1,12 +1,30 @@
-"""What follows from a row of the table of strategies: the part that a rank holds, and what a step sends."""
+"""What ranks hold in each strategy, and what follows: the part of the whole on one rank, and what a step sends."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
 from math import prod
+from typing import NamedTuple
 
-from shardwise import Placements
+
+class Row(NamedTuple):
+    """What ranks hold along each axis of the mesh, outermost first: all, a part of each tensor, or some tensors."""
+
+    parameter: tuple[str, ...]  # between a unit's forward and its backward
+    gradient: tuple[str, ...]
+    optimizer: tuple[str, ...]
+
+
+_R, _S = "replicated", "sharded"
+STRATEGIES = {
+    "zero3": Row((_S,), (_S,), (_S,)),
+    "hsdp": Row((_R, _S), (_R, _S), (_R, _S)),
+    "hfsdp": Row((_R, _S), (_S, _S), (_S, _S)),
+    "zero2": Row((_R,), (_S,), (_S,)),
+    "zero1": Row((_R,), (_R,), ("owned",)),
+    "ddp": Row((_R,), (_R,), (_R,)),
+}
 
 # The collective that leads from one placement to another, and its cost in sizes of the tensor per rank, for many ranks.
 MOVES: dict[tuple[str, str], tuple[str, int]] = {
@@ -22,7 +40,7 @@ def held(placements: Sequence[str], sizes: Sequence[int]) -> Fraction:
     return Fraction(1, prod(n for n, each in zip(sizes, placements, strict=True) if each != "replicated"))
 
 
-def moves(row: Placements, axis: int) -> tuple[str, ...]:
+def moves(row: Row, axis: int) -> tuple[str, ...]:
     """Return the collectives of a step along ``axis``."""
     state, kept = row.optimizer[axis], row.parameter[axis]
     reduced = MOVES["partial", row.gradient[axis]][0]
@@ -32,7 +50,7 @@ def moves(row: Placements, axis: int) -> tuple[str, ...]:
     return (reduced, gather) if kept == "replicated" else (gather, gather, reduced)  # for forward and for backward
 
 
-def sent(row: Placements, axis: int, sizes: Sequence[int]) -> Fraction:
+def sent(row: Row, axis: int, sizes: Sequence[int]) -> Fraction:
     """Return what one rank sends along ``axis`` in a step, in sizes of the model: what inner axes have left of a tensor."""
     costs = dict(MOVES.values())
     return sum(costs[move] for move in moves(row, axis)) * held(row.gradient[axis + 1 :], sizes[axis + 1 :])

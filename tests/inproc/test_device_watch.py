@@ -131,7 +131,7 @@ def test_nobody_is_asked_while_anything_moves(
 ) -> None:
     asked, told = list[float](), threading.Event()
     job: list[dist.Store | None] = [store]
-    monkeypatch.setattr(streams, "store_of_job", lambda: job[0])
+    monkeypatch.setattr(streams, "default_store", lambda: job[0])
     monkeypatch.setattr(streams, "_LOOK_S", 0.02)
     monkeypatch.setattr(streams, "_STILL_S", 0.1)
 

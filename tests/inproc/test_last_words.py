@@ -24,11 +24,10 @@ from shardwise.consistency.failure_report import (
     out_of_reach,
     put,
     report_of,
-    store_of_job,
 )
 from shardwise.consistency.process_groups import patience_s
 from shardwise.consistency.recorder import read_record
-from shardwise.consistency.store import SILENCE
+from shardwise.consistency.store import SILENCE, default_store
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def job() -> Iterator[dist.Store]:
 
 
 def _words() -> str:
-    return report_of(store_of_job(), 0)
+    return report_of(default_store(), 0)
 
 
 @pytest.mark.usefixtures("job")

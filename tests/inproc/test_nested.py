@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from shardwise.fsdp.casting import Conversion
+from shardwise.containers import Conversion
 
 X = torch.ones(2)
 

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
-from shardwise import FSDPModule, fully_shard, torch_private
+from shardwise import FSDPModule, fully_shard
+from shardwise.consistency.store import are_threads
 
 
 class TestThreads(MultiThreadedTestCase):
@@ -48,6 +49,6 @@ class TestThreads(MultiThreadedTestCase):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         model(torch.randn(2, 8)).sum().backward()
-        self.assertTrue(torch_private.are_threads())  # whose one generator gives replicas different weights: no error
+        self.assertTrue(are_threads())  # whose one generator gives replicas different weights: no error
         self.assertTrue(all(isinstance(module, FSDPModule) for module in (model, *model)))
         self.assertTrue(all(isinstance(param.grad, DTensor) for param in model.parameters()))

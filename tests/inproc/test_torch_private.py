@@ -6,18 +6,23 @@ import copy
 import functools
 import gc
 import inspect
+import runpy
 import weakref
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, _random, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
@@ -32,6 +37,17 @@ def fake_ranks() -> object:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield None
     dist.destroy_process_group()
+
+
+MOST_ENTRIES = 80  # it only falls
+
+
+def test_every_entry_has_a_reason_a_test_and_a_row_on_the_page() -> None:
+    listed = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "list_private_names.py"))
+    names, tests = [*listed["entries"]()], Path(__file__).read_text()
+    assert not [name for name in names if f"private.{name}" not in tests]
+    assert len(names) <= MOST_ENTRIES, "take a public way"
+    assert listed["PAGE"].read_text() == listed["page"](), "run: python docs/list_private_names.py"
 
 
 def test_swapped_storages_exchange_bytes_under_their_tensors() -> None:
@@ -93,9 +109,7 @@ def test_weights_that_lstms_share_can_be_exchanged_where_their_weak_references_a
     try:
         with pytest.raises(RuntimeError, match="Couldn't swap"):
             nn.ModuleList([first, second]).double()
-        with private.without_weak_references(
-            [first, nn.Linear(1, 1), second], lambda tensor: tensor.double()
-        ) as convert:
+        with private.convertible([first, nn.Linear(1, 1), second], lambda tensor: tensor.double()) as convert:
             nn.ModuleList([first, second])._apply(convert)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
@@ -117,10 +131,12 @@ def test_sharing_memory_reaches_local_tensors_and_nothing_else_is_changed() -> N
     Watching().share_memory()
     Watching().double()
     tensor = torch.ones(2)
-    assert private.shares_locals(seen[0])(tensor) is tensor
+    with private.convertible([], seen[0]) as share:
+        assert share(tensor) is tensor
     assert tensor.is_shared()
-    assert private.shares_locals(seen[1]) is seen[1]
-    assert private.shares_locals(torch.Tensor.double) is torch.Tensor.double
+    for convert in (seen[1], torch.Tensor.double):
+        with private.convertible([], convert) as same:
+            assert same is convert
 
 
 def test_hooks_that_follow_an_accumulation_are_set_aside_and_come_back() -> None:
@@ -310,15 +326,17 @@ def test_module_parameters_and_hooks() -> None:
     assert private.post_accumulate_hooks([layer.weight]) == [(layer.weight, print)]
 
 
-def test_hooks_on_gradients_are_shared_with_their_handles() -> None:
+def test_hooks_on_gradients_move_with_their_handles() -> None:
     source, target = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     assert private.have_gradient_hooks([source, target]) == (False, False)
-    private.share_hooks(source, target)  # of one that has none
+    private.move_hooks(source, target)  # of one that has none
     assert private.have_gradient_hooks([target]) == (False, False)
     double = source.register_hook(lambda gradient: gradient * 2)
     follow = source.register_post_accumulate_grad_hook(print)
-    private.share_hooks(source, target)
+    private.move_hooks(source, target)
     assert private.have_gradient_hooks([target]) == (True, True)
+    assert private.have_gradient_hooks([source]) == (False, True)
+    source.register_hook(lambda gradient: gradient * 3)
     assert [index for index, _ in private.gradient_hooks([nn.Parameter(torch.ones(1)), target])] == [1]
     target.sum().backward()
     assert target.grad is not None
@@ -420,12 +438,11 @@ def test_dtensors(fake_ranks: object) -> None:
     assert tensor.to_local().data_ptr() == other.data_ptr()
     private.set_local(local, other)
     assert local.data_ptr() == other.data_ptr()
-    assert private.num_shards_of_dim(spec, 0) == 2
+    assert spec.num_shards_map[0] == 2
     assert private.strided_shard(0, 2).split_factor == 2
     assert private.join_meshes([mesh["a"], mesh["b"]]).mesh_dim_names == ("a", "b")
     assert private.flatten_mesh(mesh, "flat").size() == 4
     assert private.wait_tensor(local) is local
-    assert private.default_store() is None
     assert not private.is_gloo(mesh.get_group("a"))
     assert private.timeout_s_of(mesh.get_group("a")) == 1800.0, "of a backend that does not say"
     assert Replicate() != Shard(0)
@@ -436,13 +453,11 @@ def test_process_groups() -> None:
     try:
         group = dist.group.WORLD
         assert group is not None
-        assert private.default_store() is not None
-        assert not private.are_threads()
         assert private.timeout_s_of(group, torch.device("cpu")) == private.timeout_s_of(group) == 7.0
-        private.process_group_store(group).set("key", "text")
-        assert private.process_group_store(group).get("key") == b"text"
         assert private.backend_of(group, torch.device("cpu")) is not None
         assert private.is_gloo(group)
+        private.store_of(group).set("key", "text")
+        assert private.store_of(group).get("key") == b"text"
     finally:
         dist.destroy_process_group()
 
@@ -459,11 +474,6 @@ def test_dispatch_modes_are_seen() -> None:
             assert private.has_dispatch_mode()
         assert private.has_dispatch_mode()
     assert not private.has_dispatch_mode()
-
-
-def test_accelerator_type() -> None:
-    expected = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    assert private.accelerator_type() == expected
 
 
 def test_dynamo_disabled_keeps_signature_and_result() -> None:
@@ -504,34 +514,24 @@ def test_subclasses_do_not_intercept() -> None:
         assert (loud + 1).sum() == 4
 
 
-def test_a_chosen_grad_dtype_is_told_from_the_default() -> None:
-    parameter = nn.Parameter(torch.zeros(3))
-    assert not private.has_chosen_grad_dtype(parameter)
-    for chosen in (torch.bfloat16, None):
-        parameter.grad_dtype = chosen
-        assert private.has_chosen_grad_dtype(parameter)
-    parameter.grad_dtype = torch.float32
-    # torch says so itself where it can; before, the parameter's own dtype is no choice.
-    assert private.has_chosen_grad_dtype(parameter) is hasattr(parameter, "_has_grad_dtype_override")
-
-
 def test_the_default_dtype_of_reductions_is_that_of_the_installed_torch(fake_ranks: object) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    assert "2.15" in (MixedPrecisionPolicy.__doc__ or "") or private.reduces_in_param_dtype()
+    assert "2.15" in (MixedPrecisionPolicy.__doc__ or "") or torch.__version__ < "2.15"
     model = nn.Linear(4, 4)
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     seen: list[torch.dtype] = []
     model.set_all_reduce_hook(lambda reduced: seen.append(reduced.dtype))
     model(torch.ones(2, 4)).sum().backward()
-    assert seen == [torch.bfloat16 if private.reduces_in_param_dtype() else torch.float32]
+    assert seen == [torch.bfloat16 if torch.__version__ < "2.15" else torch.float32]
 
 
 def test_a_spec_may_be_had_for_another_dtype(fake_ranks: object) -> None:
     mesh = init_device_mesh("cpu", (4,))
     spec = private.make_spec(mesh, [Shard(0)], torch.Size([4, 3]), (3, 1), torch.bfloat16)
-    assert private.spec_in(spec, torch.bfloat16) is spec
-    other = private.spec_in(spec, torch.float32)
+    tensor = private.dtensor_from_local(torch.zeros(1, 3, dtype=torch.bfloat16), spec)
+    assert private.spec_of(tensor, torch.bfloat16) is spec
+    other = private.spec_of(tensor, torch.float32)
     assert (other.mesh, other.placements) == (spec.mesh, spec.placements)
     assert other.tensor_meta is not None
     assert (other.tensor_meta.shape, other.tensor_meta.dtype) == (torch.Size([4, 3]), torch.float32)
@@ -556,7 +556,7 @@ def test_a_forgotten_mesh_is_freed(fake_ranks: object) -> None:
 def test_a_dispatch_mode_sees_operations_that_collectives_are_too(fake_ranks: object) -> None:
     seen: list[tuple[str, str]] = []
 
-    class Names(private.DispatchMode):
+    class Names(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             objects = [
                 each for each in args if isinstance(each, torch.ScriptObject)
@@ -603,16 +603,6 @@ def test_a_group_is_the_same_object_over_another_backend(one_rank: object) -> No
     assert (ones.tolist(), dist.get_backend(group)) == ([1.0, 1.0], "gloo")
 
 
-def test_a_group_that_gloo_serves_alone_is_known(one_rank: object) -> None:
-    assert dist.group.WORLD is not None
-    assert private.is_only_gloo(dist.group.WORLD)
-
-
-def test_a_group_of_another_backend_is_known(fake_ranks: object) -> None:
-    assert dist.group.WORLD is not None
-    assert not private.is_only_gloo(dist.group.WORLD)
-
-
 def test_ddp_begins_again_after_a_backward_that_has_not_ended(one_rank: object) -> None:
     ddp = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     private.settle_buckets(ddp)
@@ -626,7 +616,7 @@ def test_ddp_begins_again_after_a_backward_that_has_not_ended(one_rank: object) 
     with pytest.raises(KeyError):
         output.sum().backward()
     hidden.remove()
-    private.reset_reducer(ddp)
+    private.settle_buckets(ddp, has_failed=True)
     ddp.zero_grad()
     for _ in range(3):
         ddp(torch.ones(1, 2)).sum().backward()
@@ -646,7 +636,7 @@ def test_saved_buffers_are_those_of_the_state_dict() -> None:
     module.register_buffer("kept", torch.ones(1))
     module.register_buffer("scratch", torch.ones(1), persistent=False)
     module.register_buffer("nothing", None)
-    assert private.saved_buffers_of(module).keys() == module.state_dict().keys() == {"kept"}
+    assert private.buffers_of(module, saved=True).keys() == module.state_dict().keys() == {"kept"}
 
 
 def test_fake_tensors_have_sizes_and_no_memory() -> None:
@@ -670,14 +660,13 @@ def test_a_storage_keeps_its_python_object_while_it_lives() -> None:
 
 def test_watching_hears_of_every_operation() -> None:
     heard: list[str] = []
-    with private.watching(lambda op, given, out: heard.append(f"{op} {private.is_mutating(op)} {len(given[0])}")):
+    with private.watching(lambda op, given, out: heard.append(f"{op} {len(given[0])}")):
         torch.ones(2).add_(1)
-    assert heard == ["aten.ones.default False 1", "aten.add_.Tensor True 2"]
+    assert heard == ["aten.ones.default 1", "aten.add_.Tensor 2"]
 
 
-def test_trees_are_read_and_changed_in_order() -> None:
+def test_trees_are_changed() -> None:
     tree = {"a": [torch.ones(1), 2], "b": (torch.zeros(1),)}
-    assert [float(each) for each in private.leaves_of(tree)] == [1.0, 2.0, 0.0]
     assert private.map_tensors(float, tree) == {"a": [1.0, 2], "b": (0.0,)}
 
 
@@ -736,7 +725,7 @@ def test_tools_of_torch_find_what_is_put_for_them() -> None:
 
     module, state = nn.Linear(2, 2), object()
     assert private.class_that_tools_ask_for() is fsdp.FSDPModule
-    private.put_state_that_tools_ask_for(module, state)
+    private.show_to_tools(module, state)
     assert fsdp.fully_shard.state(module) is state
 
 
@@ -746,8 +735,8 @@ def test_torchs_registry_of_composable_apis_has_what_is_entered() -> None:
 
     module = nn.Linear(2, 2)
     assert private.composable_apis_of(module) == []
-    private.enter_composable_api(module, "fully_shard")
-    assert list(_get_registry(module)) == private.composable_apis_of(module) == ["fully_shard"]
+    private.show_to_tools(module, None)
+    assert list(_get_registry(module)) == private.composable_apis_of(module) == ["fully_shard", "replicate"]
     assert private.composable_apis_of(replicate(nn.Linear(2, 2))) == ["replicate"]
 
 
@@ -806,15 +795,6 @@ def test_process_groups_that_define_a_collective_anew_are_asked() -> None:
     c10d.all_gather_single(packed, shard, group)
     c10d.reduce_scatter_single(shard, packed, group, dist.ReduceOp.SUM)
     assert heard == names
-
-
-def test_a_group_gives_up_after_the_timeout_that_it_is_given_later() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    group = dist.new_group([0], timeout=timedelta(seconds=50))
-    assert isinstance(group, dist.ProcessGroup)
-    private.set_timeout(group, 7.0)
-    assert private.timeout_s_of(group) == 7.0
-    dist.destroy_process_group()
 
 
 def test_all_groups_are_aborted_between_the_group_calls_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -936,9 +916,10 @@ def test_random_operations_on_shards_go_through_the_place_that_torch_keeps_for_t
 ) -> None:
     mesh = init_device_mesh("cpu", (4,))
     monkeypatch.setattr(_random, "_rng_tracker", None)
-    private.draw_as_one_process()
+    as_torch: list[bool] = []
+    private.draw_as_one_process(lambda: bool(as_torch))
     tracker = _random._rng_tracker
-    private.draw_as_one_process()
+    private.draw_as_one_process(lambda: True)
     assert _random._rng_tracker is tracker
     for draw in (
         torch.Tensor.normal_,
@@ -949,6 +930,11 @@ def test_random_operations_on_shards_go_through_the_place_that_torch_keeps_for_t
             drawn = draw(DTensor.from_local(torch.empty(rows), mesh, [placement], run_check=False))
             torch.manual_seed(0)
             assert torch.equal(drawn.to_local(), draw(torch.empty(12))[:rows])
+    as_torch.append(True)
+    torch.manual_seed(0)
+    drawn = DTensor.from_local(torch.empty(3), mesh, [Shard(0)], run_check=False).normal_()
+    torch.manual_seed(0)
+    assert torch.equal(drawn.to_local(), torch.empty(3).normal_())
 
 
 def test_the_version_of_a_tensor_counts_writes() -> None:
@@ -956,10 +942,6 @@ def test_the_version_of_a_tensor_counts_writes() -> None:
     before = private.version_of(tensor)
     tensor[0].add_(1)
     assert private.version_of(tensor) == before + 1
-
-
-def test_an_overload_belongs_to_an_operator() -> None:
-    assert private.packet_of(torch.ops.aten.add.Tensor) is torch.ops.aten.add
 
 
 def test_a_mixin_applies_a_function_as_the_class_behind_it_does() -> None:
@@ -970,5 +952,48 @@ def test_a_mixin_applies_a_function_as_the_class_behind_it_does() -> None:
         pass
 
     module = Mixed(2, 2)
-    assert private.apply_of_next_class(module, Mixin, lambda tensor: tensor.double()) is module
+    assert private.apply_to_tensors(module, lambda tensor: tensor.double(), after=Mixin) is module
     assert module.weight.dtype is torch.float64
+
+
+def test_a_dtensor_has_a_spec_and_counts_writes_to_itself_and_to_its_memory(fake_ranks: object) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    tensor = DTensor.from_local(torch.zeros(2), mesh, [Shard(0)], run_check=False)
+    assert private.spec_of(tensor).placements == tensor.placements
+    (before,) = private.versions_of([tensor])
+    private.local_of(tensor).add_(1)
+    (after,) = private.versions_of([tensor])
+    assert after > before
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
+def test_a_sharded_tensor_is_made_like_another_one_over_its_group(one_rank: object) -> None:
+    spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu"])
+    like = sharded_tensor.zeros(spec, 3, 2)
+    found = private.sharded_tensor_like(like, [torch.ones(3, 2, dtype=torch.float64)])
+    assert private.process_group_of(found) is private.process_group_of(like)
+    assert (found.size(), found.dtype) == (torch.Size([3, 2]), torch.float64)
+    assert found.local_tensor().sum() == 6
+
+
+def test_an_optimizer_steps_inside_another_one_without_global_hooks() -> None:
+    weight, calls = nn.Parameter(torch.ones(1)), list[object]()
+    weight.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    handle = register_optimizer_step_post_hook(lambda *_: calls.append(None))
+    try:
+        private.step_inside(optimizer)
+        assert (weight.item(), calls) == (0.5, [])
+        own = optimizer.register_step_post_hook(lambda *_: calls.append(None))
+        private.step_inside(optimizer)  # its own hooks run
+        assert calls
+        own.remove()
+    finally:
+        handle.remove()
+
+
+def test_the_hooks_of_an_optimizer_on_state_dicts_are_known() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
+    assert private.state_dict_hooks(optimizer, "state_dict_pre") == []
+    optimizer.register_state_dict_pre_hook(print)
+    assert private.state_dict_hooks(optimizer, "state_dict_pre") == [print]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardwise.plan.known import KnownPlans
 from shardwise.plan.schedule import (
     ExecutionOrder,
+    KnownPlans,
     OrderEntry,
     PrefetchBudget,
     StepEvent,

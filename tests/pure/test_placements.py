@@ -1,4 +1,4 @@
-"""Strategies as a table: what is a row, and the memory and bytes that follow from each; the page tells the same."""
+"""The memory and bytes that follow from where each strategy holds what; the page tells the same."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from helpers.strategies import held, sent
+from helpers.strategies import STRATEGIES, Row, held, sent
 
-from shardwise import ConfigError, Placements
-from shardwise.fsdp.mesh import STRATEGIES, row_of
+from shardwise import ConfigError, Strategy
 
 PAGE = Path(__file__).parents[2] / "docs" / "apis.md"
 SIZES = (3, 5)  # replicas and shards, which no product confuses
 KINDS = ("parameter", "gradient", "optimizer")
 
 
-def test_what_is_no_row_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer=\('sharded',\)\) is no strategy.*zero2: "):
-        Placements(("replicated",), ("replicated",), ("sharded",))
-    with pytest.raises(ConfigError, match="strategy is 'zero4', expected Placements or one of zero3, hsdp"):
-        row_of("zero4")
+def test_what_is_no_strategy_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="strategy is 'zero4', expected one of zero3, hsdp, hfsdp, zero2, zero1, ddp"):
+        Strategy("zero4")
+
+
+def test_every_strategy_is_in_the_table() -> None:
+    assert [*STRATEGIES] == [each.value for each in Strategy]
 
 
 def _of_axes(part: Fraction, sizes: tuple[int, ...]) -> str:
@@ -28,7 +29,7 @@ def _of_axes(part: Fraction, sizes: tuple[int, ...]) -> str:
     return names[part] if len(sizes) == 2 else {Fraction(1): "full", Fraction(1, 5): "1/W"}[part]
 
 
-def _sends(row: Placements, sizes: tuple[int, ...]) -> str:
+def _sends(row: Row, sizes: tuple[int, ...]) -> str:
     inner = f"{sent(row, len(sizes) - 1, sizes)} x"
     return inner if len(sizes) == 1 else f"{inner} within a group, {sent(row, 0, sizes) * 5}/shards x between groups"
 

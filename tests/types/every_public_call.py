@@ -43,7 +43,6 @@ from shardwise import (
     OffloadReport,
     OptimizerOffload,
     Packed,
-    Placements,
     Plan,
     RankError,
     RejectedStep,
@@ -57,6 +56,7 @@ from shardwise import (
     StateError,
     StepError,
     StepMeter,
+    Strategy,
     Trace,
     TransportError,
     UnitCompression,
@@ -143,8 +143,7 @@ def shards() -> FSDPModule:
     print(chosen["blocks.0"] == "offload")
     register_fsdp_forward_method(model, "embed")
     together: FSDPModule = shard_model(Net(), min_unit_bytes=0, mesh=mesh, reshard_after_forward=2)
-    row = Placements(("replicated",), ("sharded",), ("sharded",))
-    print(row.strategy, fully_shard(Net(), placements=row))
+    print(Strategy("hsdp").value, fully_shard(Net(), strategy=Strategy.ZERO2))
     print(shard_model(Net(), strategy="zero2"))
     init_parameters(together)
     init_parameters(together, lambda net: net.apply(print), device="cpu")

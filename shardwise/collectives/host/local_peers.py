@@ -35,10 +35,9 @@ from shardwise.consistency.failure_report import (
     gone_in_words,
     look_next,
     publish_failure,
-    store_of_job,
 )
 from shardwise.consistency.liveness import Liveness, host_id, is_gone
-from shardwise.consistency.store import MEMORY_PAUSES_S, comes_soon, wait_until
+from shardwise.consistency.store import MEMORY_PAUSES_S, comes_soon, default_store, wait_until
 from shardwise.errors import DesyncError, StateError, TransportError
 from shardwise.layout import align
 from shardwise.observe import WAITS, Call, Listener, listeners, note
@@ -583,7 +582,7 @@ class LocalPeers:
         its = self.name_of(place)
         raise TransportError(
             f"rank {its} raised an exception while rank {self._name} was at {what}; "
-            f"see the error of rank {its}{cited(store_of_job(), [its])}"
+            f"see the error of rank {its}{cited(default_store(), [its])}"
         )
 
     def name_of(self, place: int) -> int:
@@ -592,7 +591,7 @@ class LocalPeers:
 
     def _lost(self, place: int, where: str) -> TransportError:
         """Return the error for the rank at ``place``, whose process has ended, with its failure report."""
-        store, name = store_of_job(), self.name_of(place)
+        store, name = default_store(), self.name_of(place)
         if store is not None:
             is_gone(store, name)  # records it, so that other hosts are notified
         return TransportError(f"{gone_in_words(store, [name])}; {where}. {look_next()}")
