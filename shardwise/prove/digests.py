@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from shardwise import torch_private
-from shardwise.collectives.owned import sum_bytes, sum_of
-from shardwise.containers import tensors_in
 from shardwise.errors import ShardwiseError, StateError
 from shardwise.fsdp.attachment import attachment_of
-from shardwise.prove.compare import lines_of
-from shardwise.prove.sketch import Box, digest
+from shardwise.prove.compare import Recording, digest_of, lines_of, times_of
+from shardwise.prove.record import RunRecorder, Terms, packed
 from shardwise.reproducible.reproducible import Reproducible
-from shardwise.reproducible.sums import cut_of
 from shardwise.safe_files import open_append, replace_file
 
-FILE = "digests.jsonl"
-_MOST_TEXT = 2000  # bytes of an error that the first rank tells the others
-_ODD = -7046029254386353131  # 2**64 / golden ratio, as a signed number: spreads consecutive integers over all bits
+DIGESTS = "digests.jsonl"
 
 
 class RunDigests:
@@ -38,7 +34,7 @@ class RunDigests:
 
     Args:
         fixed: of this run.
-        folder: gets ``digests.jsonl``, a line per step; lines from ``fixed.step`` on are replaced.
+        folder: gets ``digests.jsonl``, a recording of a line per step; lines from ``fixed.step`` on are replaced.
         against: the folder of the other run; without it digests are written only.
 
     Raises: StateError on every rank at the first difference, with its step and tensor; also if a file cannot be used.
@@ -50,19 +46,16 @@ class RunDigests:
 
     def __init__(self, fixed: Reproducible, folder: str | Path, *, against: str | Path | None = None) -> None:
         self._fixed, self._folder, self._against = fixed, Path(folder), against
-        self._params = dict(fixed.model.named_parameters())
-        self._outputs: dict[str, torch.Tensor] = {}
-        self._found: dict[str, torch.Tensor] = {}
-        self._others = None if against is None else lines_of(Path(against), FILE, "digests")
-        self._other: dict[str, Any] = {"step": -1}  # the last line that was read
+        self._recorder = RunRecorder(Terms(str(folder), exact=True))
+        self._seen: set[tuple[int, str]] = set()  # outputs; blocks may be computed again in backward
+        self._others: Iterator[dict[str, Any]] = iter(()) if against is None else lines_of(Path(against), DIGESTS)
+        self._other: dict[str, Any] = {"step": -1, "optimizer": 0, "values": {}}  # the last line that was read
         self._hooks: list[Any] = []
 
     def __enter__(self) -> RunDigests:
-        modules = {name: each for name, each in self._fixed.model.named_modules() if attachment_of(each) is not None}
-        numbers = self._fixed.place.num_microbatches
-        for name, module in modules.items():
-            self._outputs[name] = torch.zeros(numbers, dtype=torch.int64, device=self._fixed.axes.device)
-            self._hooks.append(module.register_forward_hook(partial(self._note_output, name)))
+        for name, module in self._fixed.model.named_modules():
+            if attachment_of(module) is not None:
+                self._hooks.append(module.register_forward_hook(partial(self._note_output, name or "the model")))
         self._on_first_rank(self._open)
         self._fixed.observer = self
         return self
@@ -75,118 +68,102 @@ class RunDigests:
             each.remove()
         if kind is None:
             self.begin()
-            self._settle(self._found, self._fixed.step)
-        if self._others is not None:
-            self._others.close()
+            self._settle()
 
     # ---- a step, as an observer of Reproducible
 
     def begin(self) -> None:
-        """Take the digests of the parameters."""
-        for each in self._outputs.values():
-            each.zero_()
-        self._drawn = torch.zeros(self._fixed.place.num_microbatches, dtype=torch.int64, device="cpu")
-        self._found = {f"parameter {name}": self._digest(param) for name, param in self._params.items()}
+        """Note the parameters, and forget a step that was left."""
+        self._recorder.take()
+        self._seen.clear()
+        self._recorder.counts["microbatch"] = 0
+        for name, param in self._fixed.model.named_parameters():
+            self._recorder.add("parameter", name, param)
 
     def _note_output(self, name: str, module: nn.Module, args: Any, output: object) -> None:
         number = self._fixed.place.number
-        if number is None or self._outputs[name][number]:  # blocks that are computed again in backward
-            return
-        tensors = tensors_in(output)
-        self._outputs[name][number] = sum(digest(torch_private.local_of(each.detach())) for each in tensors)
-        self._outputs[name] = self._outputs.pop(name)  # after the last microbatch the order is that of the outputs
+        if number is not None and (number, name) not in self._seen:
+            self._seen.add((number, name))
+            self._recorder.counts["microbatch"] = number
+            self._recorder.add_all("output", name, output)
 
     def end_microbatch(self, number: int) -> None:
-        """Take the digest of the random state, which shows draws that not every number of ranks makes here."""
-        self._drawn[number] = digest(torch.get_rng_state())
+        """Note the random state, which shows draws that not every number of ranks makes here."""
+        self._recorder.counts["microbatch"] = number
+        self._recorder.add("random state", "torch", torch.get_rng_state())
 
     def end(self) -> None:
-        """Take the digests of the gradients; write and compare the step."""
-        fixed = self._fixed
-        found = dict(self._found)
-        for number in range(fixed.place.num_microbatches):
-            found[f"torch's random state after microbatch {number}"] = self._drawn[number]
-            for name, each in self._outputs.items():
-                found[f"output of {name or 'the root'} in microbatch {number}"] = each[number]
-        for name, param in reversed(self._params.items()):
+        """Note the gradients; write and compare the step."""
+        self._recorder.counts["microbatch"] = 0
+        for name, param in reversed([*self._fixed.model.named_parameters()]):
             if param.grad is not None:
-                found[f"gradient of {name}"] = self._digest(param.grad)
-        self._settle(found, fixed.step)
+                self._recorder.add("step gradient", name, param.grad)
+        self._settle()
 
-    @torch.no_grad()
-    def _digest(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the digest of a parameter or a gradient.
-
-        Weights of copies add up to one: equal copies count once, and another one changes the sum.
-        """
-        cut, place = cut_of(values), self._fixed.place
-        shard, copies = (place.shard, place.num_replicas) if cut.num_shards > 1 else (0, place.num_ranks)
-        local, first = torch_private.local_of(values).detach(), cut.rows(shard).start
-        offsets = tuple(first * (dim == cut.dim) for dim in range(values.ndim))
-        part = digest(local, Box(tuple(values.shape), offsets, tuple(local.shape)))
-        return part * _ODD if place.replica or shard != place.shard else part - part * _ODD * (copies - 1)
-
-    def _settle(self, found: Mapping[str, torch.Tensor], step: int) -> None:
-        """Add the digests of all ranks; write them, and compare them."""
-        names = sorted(found)  # ranks have seen outputs in orders of their own
-        total = torch.stack([found[name].to(self._fixed.axes.device) for name in names])
-        for dim in range(self._fixed.axes.mesh.ndim):
-            sum_of(total, self._fixed.axes.mesh.get_group(dim), False)
-        values = dict(zip(names, total.tolist(), strict=True))
-        self._on_first_rank(lambda: self._write_and_compare({name: values[name] for name in found}, step))
+    def _settle(self) -> None:
+        """Gather what all ranks have noted; write and compare it."""
+        told = [(dist.get_rank(), {"step": self._fixed.step, "optimizer": 0, "values": self._recorder.take()})]
+        mesh = self._fixed.axes.mesh
+        for group in map(mesh.get_group, range(mesh.ndim)):
+            of_ranks: list[Any] = [None] * group.size()
+            dist.all_gather_object(of_ranks, told, group=group)
+            told = [each for found in of_ranks for each in found]
+        self._on_first_rank(lambda: self._write_and_compare(told))
 
     # ---- files, on the first rank
 
     def _on_first_rank(self, call: Callable[[], str]) -> None:
         """Run ``call`` on the first rank; raise the error that it returns, or its exception, on every rank."""
-        axes = self._fixed.axes
-        text = ""
-        if not any(axes.mesh.get_coordinate() or ()):
+        mesh, said = self._fixed.axes.mesh, [""]
+        if not any(mesh.get_coordinate() or ()):
             try:
-                text = call()
+                said = [call()]
             except (OSError, ShardwiseError) as error:
-                text = f"RunDigests cannot use {FILE}: {error}"
-        content = text.encode()[:_MOST_TEXT]
-        said = torch.tensor([*content, *bytes(_MOST_TEXT - len(content))], dtype=torch.uint8, device=axes.device)
-        for dim in range(axes.mesh.ndim):
-            sum_bytes(said, axes.mesh.get_group(dim))
-        if text := bytes(said.tolist()).rstrip(b"\0").decode(errors="replace"):
-            raise StateError(text)
+                said = [f"RunDigests cannot use {DIGESTS}: {error}"]
+        for dim in range(mesh.ndim):
+            dist.broadcast_object_list(said, group=mesh.get_group(dim), group_src=0)
+        if said[0]:
+            raise StateError(said[0])
 
     def _open(self) -> str:
         """Keep the lines of earlier steps, which a resumed run has."""
         self._folder.mkdir(parents=True, exist_ok=True)
         kept: list[str] = []
         with contextlib.suppress(FileNotFoundError):
-            kept = [
-                json.dumps(each) + "\n"
-                for each in lines_of(self._folder, FILE, "digests")
-                if each["step"] < self._fixed.step
-            ]
-        replace_file(self._folder, FILE, "".join(kept))
+            lines = lines_of(self._folder, DIGESTS)
+            kept = [json.dumps(each) + "\n" for each in lines if each["step"] < self._fixed.step]
+        replace_file(self._folder, DIGESTS, "".join(kept))
         return ""
 
-    def _write_and_compare(self, values: Mapping[str, int], step: int) -> str:
-        values = {**self._fixed.constants(), **values}
-        with open_append(self._folder, FILE) as file:
-            file.write(json.dumps({"step": step, "digests": values}) + "\n")
-        if self._others is None:
+    def _write_and_compare(self, told: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
+        step, numbers = self._fixed.step, self._fixed.constants()
+        row = Recording.from_lines(told).rows[step, 0]
+        later = {"parameter": 0, "step gradient": 2}  # outputs and random states are between
+        keys = sorted(row, key=lambda each: (later.get(each.stage, 1), each.microbatch, each.stage == "output"))
+        halves = {key: divmod(digest_of(next(iter(row[key].values()))), 1 << 32) for key in keys}
+        values = {"|".join(map(str, key)): ["", packed(np.array(each, np.float64))] for key, each in halves.items()}
+        with open_append(self._folder, DIGESTS) as file:
+            file.write(json.dumps({"step": step, "optimizer": 0, "numbers": numbers, "values": values}) + "\n")
+        if self._against is None:
             return ""
         while self._other["step"] < step and (line := next(self._others, None)) is not None:
             self._other = line
-        others = self._other["digests"] if self._other["step"] == step else {}
-        for name, value in values.items():
-            if name not in others and name.startswith("output "):
-                continue  # another strategy has other units
-            if name not in others:
+        is_there = self._other["step"] == step
+        theirs = Recording.from_lines([(0, self._other)]).rows[self._other["step"], 0] if is_there else {}
+        others = self._other.get("numbers", {}) if is_there else numbers
+        differs: list[object] = [name for name, value in numbers.items() if others.get(name) != value]
+        for key in keys:
+            found = theirs.get(key)
+            if found is None and key.stage != "output" and not differs:  # another strategy has other units
                 return (
-                    f"step {step}: the run in {self._against} has no digest of {name}; it ended before, began later, or "
-                    "has another model or other frozen parameters"
+                    f"step {step}: the run in {self._against} has no digest of {key}; it ended before, began later, or has "
+                    "another model or other frozen parameters"
                 )
-            if others[name] != value:
-                return (
-                    f"step {step}: the first difference from the run in {self._against} is {name}. Compared are parameters, "
-                    "then outputs, then gradients of each step. Save both runs before this step, and see `shardwise "
-                    "checkpoint diff`"
-                )
-        return ""
+            if found is not None and any(times_of(each, found[0]) for each in row[key].values()):
+                differs.append(key)
+        if not differs:
+            return ""
+        return (
+            f"step {step}: the first difference from the run in {self._against} is {differs[0]}. Compared are parameters, then "
+            "outputs, then gradients of each step. Save both runs before this step, and see `shardwise checkpoint diff`"
+        )

@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import math
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -24,9 +24,7 @@ from shardwise.collectives.streams import accelerator_type
 from shardwise.errors import StateError
 from shardwise.fsdp.api import OLDER_ARGUMENTS, default_mesh
 from shardwise.fsdp.mesh import MeshAxes, names_of
-from shardwise.fsdp.module import FSDPModule
 from shardwise.optim.sharded_optimizer import checked_params, split_by_group, unpacked_groups
-from shardwise.plan.grouping import UnitTable
 from shardwise.prove.record import RunRecorder, Terms, rank_and_size
 from shardwise.random_state import RandomState
 from shardwise.reproducible.reproducible import Reproducible
@@ -36,249 +34,181 @@ _LOSSY = {"int8": 2.0**-5, "bf16": 2.0**-8}  # what a compressed number is off b
 UNKNOWN = ("deepspeed", "megatron", "colossalai", "fairscale", "horovod", "bagua", "torch_xla")
 
 
+class Unprovable(StateError):
+    """The plain run cannot do what the script does."""
+
+
+# Of this process, since what replaces functions of torch is called by the script: the calls that wrapped, of inner modules
+# first; attributes that hide parameters while modules compute in another dtype; and random numbers of this rank and of all
+# ranks, in the run whose weights, inputs and sums are moved by half a unit in the last place.
+_wraps: list[Wrap] = []
+_casts: list[tuple[dict[str, Any], str]] = []
+_moves: list[torch.Generator] = []
+
+
+def moved(tensor: torch.Tensor, eps: float = 0.0, is_shared: bool = False) -> torch.Tensor:
+    """Return ``tensor``, moved by half of ``eps`` at random in a moved run; alike on all ranks if ``is_shared``."""
+    if not _moves or not tensor.is_floating_point():
+        return tensor
+    signs = torch.randint(0, 2, tensor.shape, generator=_moves[is_shared], device="cpu").to(tensor.device) - 0.5
+    return (tensor + tensor * (signs * max(eps, torch.finfo(tensor.dtype).eps))).to(tensor.dtype)
+
+
 class Wrap:
-    """One call that wraps: modules whose gradients are averaged over the ranks of a mesh.
+    """One call that wraps: a module, without what earlier calls have wrapped, and the options of the call."""
 
-    Args:
-        modules: without what earlier calls have wrapped.
-        mesh: its axes are those of the average; None: all ranks.
-        options: of the call.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], mesh: DeviceMesh | None, options: dict[str, Any]) -> None:
-        self.modules, self.mesh, self.options = modules, mesh, options
+    def __init__(self, module: nn.Module, shares_buffers: bool, options: dict[str, Any]) -> None:
+        if not dist.is_initialized():
+            default_mesh()  # joins, as the call would
+        self.module, self.options = module, options
         self.syncs, self.syncs_next = True, True  # now; from the next forward on
-        self.syncs_buffers = bool(options.get("shares_buffers"))
+        self.shares_buffers = self.syncs_buffers = shares_buffers
         self.divide_by: float | None = None
-        self._policy = options.get("mp_policy") or options.get("mixed_precision")
-        ignored = [each for module in options.get("ignored_modules") or () for each in module.parameters()]
-        self.ignored = {*map(id, options.get("ignored_params") or ()), *map(id, ignored)}
-        for module in modules:
-            module.register_forward_pre_hook(self._before, with_kwargs=True)
-            module.register_forward_hook(self._after)
+        mesh, dims, group = (options.get(name) for name in ("mesh", "dp_mesh_dims", "process_group"))
+        self.mesh: DeviceMesh | None = options.get("device_mesh") if mesh is None else mesh
+        if dims is not None and self.mesh is not None:
+            self.mesh = self.mesh[(*names_of(dims.replicate), *names_of(dims.shard))]
+        if isinstance(group, dist.ProcessGroup):
+            self.mesh = DeviceMesh.from_group(group, accelerator_type())
+        named: dict[int, list[str]] = {}
+        for name, param in module.named_parameters(remove_duplicate=False):
+            named.setdefault(id(param), []).append(name)
+        self.ties = [names for names in named.values() if len(names) > 1]
+        module.register_forward_pre_hook(self._before, with_kwargs=True)
+        module.register_forward_hook(self._after)
+        _wraps.append(self)
 
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The dtype in which the modules compute; None: that of their parameters."""
-        return getattr(self._policy, "param_dtype", None)
+    def dtype(self, what: str) -> torch.dtype | None:
+        """Return the "param", "reduce" or "output" dtype of the precision policy; None: that of the values."""
+        return getattr(self.options.get("mp_policy") or self.options.get("mixed_precision"), f"{what}_dtype", None)
 
-    def eps(self, what: str = "gather") -> float:
+    def eps(self, what: str) -> float:
         """Return the relative error of parameters ("gather") or of sums ("reduce") that the policies of the call allow."""
-        dtype = self.dtype if what == "gather" else getattr(self._policy, "reduce_dtype", None) or self.dtype
-        return max(_eps(dtype), _LOSSY.get(getattr(self.options.get("compression"), what, None) or "", 0.0))
+        dtype = (self.dtype("reduce") if what == "reduce" else None) or self.dtype("param")
+        lossy = _LOSSY.get(getattr(self.options.get("compression"), what, None) or "", 0.0)
+        return max(lossy, 0.0 if dtype is None else torch.finfo(dtype).eps)
 
     def groups(self, param: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
         """Return the process groups along the axes over which the gradient of ``param`` is averaged."""
         place = self.options.get("shard_placement_fn")
         mesh = getattr(getattr(place(param) if place else None, "mesh_info", None), "mesh", None) or self.mesh
-        if mesh is None:
-            assert dist.group.WORLD is not None
-            return (dist.group.WORLD,)
+        mesh = mesh or default_mesh()
         return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.syncs = self.syncs_next
-        if self.options.get("shares_buffers"):
-            for each in module.buffers() if self.syncs_buffers else ():
+        if self.syncs_buffers:
+            for each in module.buffers():
                 dist.broadcast(each, group=self.groups(each)[0], group_src=0)
-            self.syncs_buffers = torch.is_grad_enabled() and self.syncs  # as DDP decides
-        THE_PLAIN.cast(self)
-        if self.dtype is None or not getattr(self._policy, "cast_forward_inputs", True):
-            return None
-        return torch_private.map_tensors(lambda each: _to(each, self.dtype), (args, kwargs))
+        self.syncs_buffers = self.shares_buffers and torch.is_grad_enabled() and self.syncs  # as DDP decides
+        dtype = self.dtype("param")
+        if dtype or (_moves and self.eps("gather")):
+            own = {key: param for key, (wrap, param) in wrapped().items() if wrap is self}
+            own = {key: moved(param.to(dtype or param.dtype), self.eps("gather")) for key, param in own.items()}
+            for each in module.modules():
+                for name, param in torch_private.parameters_of(each).items():
+                    if id(param) in own and name not in vars(each):
+                        vars(each)[name] = own[id(param)]  # found before the parameter
+                        _casts.append((vars(each), name))
+        casts_inputs = getattr(self.options.get("mp_policy"), "cast_forward_inputs", True)
+        return _cast((args, kwargs), dtype) if dtype and casts_inputs else None
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        dtype = getattr(self._policy, "output_dtype", None)
-        return None if dtype is None else torch_private.map_tensors(lambda each: _to(each, dtype), output)
+        return _cast(output, self.dtype("output")) if self.dtype("output") else None
 
 
-def _eps(dtype: torch.dtype | None) -> float:
-    return torch.finfo(dtype).eps if dtype is not None and dtype.is_floating_point else 0.0
+def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    return torch_private.map_tensors(lambda each: each.to(dtype) if each.is_floating_point() else each, tree)
 
 
-def _to(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+def wrapped() -> dict[int, tuple[Wrap, torch.Tensor]]:
+    """Return every wrapped parameter once, with the call that wrapped it, by identity."""
+    found: dict[int, tuple[Wrap, torch.Tensor]] = {}
+    for wrap in _wraps:
+        ignored = [each for module in wrap.options.get("ignored_modules") or () for each in module.parameters()]
+        ids = {*map(id, (*(wrap.options.get("ignored_params") or ()), *ignored))}
+        for param in wrap.module.parameters():
+            if id(param) not in ids:
+                found.setdefault(id(param), (wrap, param))
+    return found
 
 
-class Plain:
-    """What the replaced wrappers of this process share.
-
-    Attributes:
-        wraps: in the order of the calls: of inner modules first.
-        moves: random numbers of a run whose weights, inputs and sums are moved by half a unit in the last place: those of
-            this rank, and those of all ranks.
-    """
-
-    def __init__(self) -> None:
-        self.wraps: list[Wrap] = []
-        self.ties: dict[int, tuple[nn.Module, frozenset[frozenset[str]]]] = {}
-        self.moves: tuple[torch.Generator, ...] = ()
-        self._casts: list[tuple[dict[str, Any], str]] = []
-        self._cast_wraps: set[Wrap] = set()
-
-    def wrap(self, module: Any, **options: Any) -> Wrap:
-        """Note a call that wraps ``module``, or several; join the process group as the call would."""
-        mesh, dims, group = (options.get(name) for name in ("mesh", "dp_mesh_dims", "process_group"))
-        mesh = options.get("device_mesh") if mesh is None else mesh
-        if not dist.is_initialized():
-            default_mesh()
-        if dims is not None and mesh is not None:
-            mesh = mesh[(*names_of(dims.replicate), *names_of(dims.shard))]
-        if isinstance(group, dist.ProcessGroup):
-            mesh = DeviceMesh.from_group(group, accelerator_type())
-        modules = [module] if isinstance(module, nn.Module) else [*module]
-        for each in modules:
-            named = each.named_parameters(remove_duplicate=False)
-            by_id: dict[int, set[str]] = {}
-            for name, param in named:
-                by_id.setdefault(id(param), set()).add(name)
-            self.ties[id(each)] = each, frozenset(frozenset(names) for names in by_id.values() if len(names) > 1)
-        self.wraps.append(Wrap(modules, mesh, options))
-        return self.wraps[-1]
-
-    def lost_ties(self) -> list[str]:
-        """Return names of parameters that were one when a module was wrapped, and are several now."""
-        found: list[str] = []
-        for module, ties in self.ties.values():
-            now = {name: id(param) for name, param in module.named_parameters(remove_duplicate=False)}
-            found += [" and ".join(sorted(names)) for names in ties if len({now.get(name) for name in names}) > 1]
-        return sorted(set(found))
-
-    def params(self) -> Iterator[tuple[Wrap, torch.Tensor]]:
-        """Yield every wrapped parameter once, with the call that wrapped it."""
-        seen: set[int] = set()
-        for wrap in self.wraps:
-            for module in wrap.modules:
-                for param in module.parameters():
-                    if id(param) not in seen and id(param) not in wrap.ignored:
-                        seen.add(id(param))
-                        yield wrap, param
-
-    def wrap_of(self, tensor: torch.Tensor) -> Wrap | None:
-        """Return the call that wrapped a parameter; for other tensors the first call."""
-        return next((wrap for wrap, param in self.params() if param is tensor), self.wraps[0] if self.wraps else None)
-
-    # ---- numbers that are moved
-
-    def moved(self, tensor: torch.Tensor, eps: float, is_shared: bool = False) -> torch.Tensor:
-        """Return ``tensor``, moved by half of ``eps`` at random in a moved run; alike on all ranks if ``is_shared``."""
-        eps = max(eps, _eps(tensor.dtype))
-        if not self.moves or not eps or not tensor.is_floating_point():
-            return tensor
-        signs = torch.randint(0, 2, tensor.shape, generator=self.moves[is_shared], device="cpu").to(tensor.device)
-        return (tensor + tensor * ((signs * 2 - 1) * (eps / 2))).to(tensor.dtype)
-
-    # ---- precision
-
-    def cast(self, wrap: Wrap) -> None:
-        """Let the modules of ``wrap`` compute with parameters of its dtype, until the end of the backward."""
-        if wrap in self._cast_wraps or (wrap.dtype is None and not (self.moves and wrap.eps())):
-            return
-        self._cast_wraps.add(wrap)
-        own = {id(param) for found, param in self.params() if found is wrap}
-        casts: dict[int, torch.Tensor] = {}
-        for module in (each for root in wrap.modules for each in root.modules()):
-            for name, param in torch_private.parameters_of(module).items():
-                if param is not None and id(param) in own and name not in vars(module):
-                    if id(param) not in casts:
-                        casts[id(param)] = self.moved(_to(param, wrap.dtype or param.dtype), wrap.eps())
-                    vars(module)[name] = casts[id(param)]  # found before the parameter
-                    self._casts.append((vars(module), name))
-
-    def uncast(self) -> None:
-        """Let all modules have their parameters again."""
-        for attributes, name in self._casts:
-            attributes.pop(name, None)
-        self._casts, self._cast_wraps = [], set()
-
-
-THE_PLAIN = Plain()  # of this process: what replaces functions of torch finds it here
-
-
-class Reducer:
-    """Averages gradients over ranks; one object for the process."""
-
-    def __init__(self) -> None:
-        self._synced: dict[int, torch.Tensor] = {}  # before the first backward that was not averaged
-        self._unsynced: dict[int, torch.Tensor] = {}  # what backwards have added since
-
-    def begin(self) -> None:
-        """Keep the gradients of earlier backwards."""
-        for _, param in THE_PLAIN.params():
-            if param.grad is None:
-                self._synced.pop(id(param), None)
-                self._unsynced.pop(id(param), None)
-            elif id(param) not in self._unsynced:
-                self._synced[id(param)] = param.grad.clone()
-
-    def add(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Note what a backward has added to the gradient of ``param``."""
-        known = self._unsynced.get(id(param))
-        self._unsynced[id(param)] = gradient.clone() if known is None else known + gradient
-
-    @torch.no_grad()
-    def reduce(self) -> None:
-        """Average what this rank has added since the last time, and set the gradients.  Collective."""
-        buckets: dict[Any, list[tuple[Wrap, torch.Tensor]]] = {}
-        for wrap, param in THE_PLAIN.params():
-            if wrap.syncs and param.requires_grad:
-                buckets.setdefault((wrap.groups(param), wrap.divide_by), []).append((wrap, param))
-        for (groups, divide_by), members in buckets.items():
-            found = [self._unsynced.pop(id(param), None) for _, param in members]
-            device, wide = members[0][1].device, torch.float64
-            are_there = torch.tensor([float(each is not None) for each in found], dtype=wide, device=device)
-            parts = [torch.zeros(param.numel(), dtype=wide, device=device) for _, param in members]
-            for (wrap, _), part, own in zip(members, parts, found, strict=True):
-                if own is not None:
-                    part.copy_(THE_PLAIN.moved(own.to_dense().reshape(-1), wrap.eps("reduce")))
-            flat = torch.cat([are_there, *parts])
-            for group in groups:
-                dist.all_reduce(flat, group=group)
-            are_there, *sums = flat.split([len(members), *(part.numel() for part in parts)])
-            flat /= divide_by or math.prod(group.size() for group in groups)
-            for (wrap, param), mean, is_there in zip(members, sums, are_there.tolist(), strict=True):
-                if is_there:
-                    mean = THE_PLAIN.moved(mean.view(param.shape).to(param.dtype), wrap.eps("reduce"), is_shared=True)
-                    earlier = self._synced.get(id(param))
-                    mean = mean if earlier is None else earlier + mean
-                    param.grad = mean if param.grad is None else param.grad.copy_(mean)
+@torch.no_grad()
+def average(before: dict[int, torch.Tensor], own: dict[int, torch.Tensor]) -> None:
+    """Set gradients to the mean over ranks of what was there before a backward and what it has added.  Collective."""
+    buckets: dict[Any, list[tuple[Wrap, torch.Tensor]]] = {}
+    for wrap, param in wrapped().values():
+        if wrap.syncs and param.requires_grad:
+            buckets.setdefault(wrap.groups(param), []).append((wrap, param))
+    for groups, members in buckets.items():
+        parts = [torch.tensor([float(id(param) in own) for _, param in members], device=members[0][1].device).double()]
+        for wrap, param in members:
+            found = [each[id(param)].to_dense() for each in (before, own) if id(param) in each]
+            total = sum(found[1:], found[0]) if found else torch.zeros_like(param)
+            parts.append(moved(total.reshape(-1), wrap.eps("reduce")).double())
+        flat = torch.cat(parts)
+        for group in groups:
+            dist.all_reduce(flat, group=group)
+        flat /= math.prod(group.size() for group in groups)
+        is_there, *means = flat.split([each.numel() for each in parts])
+        for (wrap, param), mean, has_any in zip(members, means, is_there.tolist(), strict=True):
+            if has_any:  # on any rank
+                param.grad = moved(mean.view(param.shape).to(param.dtype), wrap.eps("reduce"), is_shared=True)
 
 
 # ---- What replaces wrappers.
 
 
-def _nothing(*args: Any, **kwargs: Any) -> Any:
-    """Do nothing, in place of what changes when and where wrappers communicate."""
-    return _Done()
+class Nothing:
+    """Answers whatever wrappers are asked that changes only when and where they communicate."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *args: object) -> None: ...
 
 
-class _Done:
-    def wait(self) -> None:
-        """Do nothing: there is nothing to wait for."""
+NOTHING = Nothing()
+
+
+def inside(module: Any, recurse: bool = True) -> list[Wrap]:
+    """Return the calls that wrapped a module, or modules inside it; the last one is the outermost."""
+    modules = [*module.modules()] if recurse else [module]
+    return [wrap for wrap in _wraps if wrap.module in modules]
+
+
+@contextlib.contextmanager
+def _syncing(wraps: list[Wrap], value: bool, names: tuple[str, ...] = ("syncs", "syncs_next")) -> Generator[None]:
+    before = [{name: getattr(wrap, name) for name in names} for wrap in wraps]
+    for wrap in wraps:
+        vars(wrap).update(dict.fromkeys(names, value))
+    try:
+        yield
+    finally:
+        for wrap, values in zip(wraps, before, strict=True):
+            vars(wrap).update(values)
 
 
 class PlainModule:
     """What stands for ``FSDPModule``, of torch and of this package, in classes of wrapped modules."""
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _METHODS:
-            return _nothing
-        return super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def _wraps(self, recurse: bool) -> list[Wrap]:
-        inside = [*self.modules()] if recurse else [self]  # pyright: ignore[reportAttributeAccessIssue]
-        return [wrap for wrap in THE_PLAIN.wraps if any(each in inside for each in wrap.modules)]
-
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Average gradients at the end of backwards, or do not."""
-        for wrap in self._wraps(recurse):
+        for wrap in inside(self, recurse):
             wrap.syncs = wrap.syncs_next = requires_gradient_sync
 
     set_requires_all_reduce = set_requires_gradient_sync
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide sums of gradients by ``factor`` in place of the number of ranks."""
-        for wrap in self._wraps(False):
+        for wrap in inside(self, recurse=False):
             wrap.divide_by = factor
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
@@ -286,25 +216,20 @@ class PlainModule:
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether backwards of later forwards average gradients."""
-        return self._wraps(False)[0].syncs_next
+        return inside(self)[-1].syncs_next
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        for wrap in self._wraps(True):
+        for wrap in inside(self):
             wrap.syncs_next = value
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Generator[None]:
+    def no_sync(self) -> Any:
         """Do not average gradients in backwards of forwards within the context."""
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
+        return _syncing(inside(self), False, ("syncs_next",))
 
-
-_METHODS = {*dir(FSDPModule), *dir(nn.parallel.DistributedDataParallel)} - {*dir(nn.Module)} - {*vars(PlainModule)}
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: ranks with fewer batches."""
+        raise Unprovable("the script uses join(), for ranks with fewer batches than others")
 
 
 def shard(module: Any, *args: Any, **options: Any) -> Any:
@@ -312,13 +237,19 @@ def shard(module: Any, *args: Any, **options: Any) -> Any:
     is_like_ddp = options.get("parameters") == "plain" or options.get("strategy") == "zero1"
     is_like_ddp = is_like_ddp or bool(OLDER_ARGUMENTS & options.keys())
     is_asked = all(options.get(name) is not False for name in ("broadcast_buffers", "forward_sync_buffers"))
-    THE_PLAIN.wrap(module, **options, shares_buffers=is_like_ddp and is_asked)
     for each in [module] if isinstance(module, nn.Module) else module:
+        Wrap(each, is_like_ddp and is_asked, options)
         if not isinstance(each, PlainModule):
-            kind = type(each)
-            mixed: Any = type(f"FSDP{kind.__name__}", (PlainModule, kind), {})
+            mixed: Any = type(f"FSDP{type(each).__name__}", (PlainModule, type(each)), {})
             each.__class__ = mixed
     return module
+
+
+def clip(self: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
+    """Clip by the norm of all gradients, of a wrapped module or of an optimizer."""
+    groups = getattr(self, "param_groups", None)
+    params = self.parameters() if groups is None else [param for group in groups for param in group["params"]]
+    return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
 
 
 class PlainReplicas(PlainModule, nn.Module):
@@ -327,11 +258,9 @@ class PlainReplicas(PlainModule, nn.Module):
     def __init__(self, module: nn.Module, *args: Any, **options: Any) -> None:
         super().__init__()
         self.module = module
-        options = {name: value for name, value in options.items() if name != "mixed_precision"}
-        self._wrap = THE_PLAIN.wrap(module, **options, shares_buffers=options.get("broadcast_buffers", True))
-
-    def _wraps(self, recurse: bool) -> list[Wrap]:
-        return [self._wrap]
+        groups = [each for each in args if isinstance(each, dist.ProcessGroup)]
+        options |= {"process_group": groups[0]} if groups else {}
+        Wrap(module, type(self) is PlainReplicas and options.get("broadcast_buffers", True), options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -341,18 +270,11 @@ class PlainReplicas(PlainModule, nn.Module):
     def _get_active_ddp_module() -> None:
         """Tell torch.compile that no reducer waits for gradients."""
 
-    def join(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: ranks with fewer batches."""
-        raise Unprovable("the script uses join(), for ranks with fewer batches than others")
-
 
 class PlainShards(PlainReplicas):
     """Stands for torch's older ``FullyShardedDataParallel``."""
 
-    def __init__(self, module: nn.Module, process_group: Any = None, *args: Any, **options: Any) -> None:
-        nn.Module.__init__(self)
-        self.module = module
-        self._wrap = THE_PLAIN.wrap(module, process_group=process_group, **options)
+    clip_grad_norm_ = clip
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -360,42 +282,17 @@ class PlainShards(PlainReplicas):
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip by the norm of all gradients."""
-        return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
-    @staticmethod
-    @contextlib.contextmanager
-    def summon_full_params(*args: Any, **kwargs: Any) -> Generator[None]:
-        """Do nothing: parameters are whole."""
-        yield
+def _plain(optimizer_class: type[Optimizer]) -> Any:
+    def state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> Any:  # whatever its form was to be
+        return optimizer_class.state_dict(self)
 
-    state_dict_type = summon_full_params
-    set_state_dict_type = staticmethod(_nothing)
-
-    @staticmethod
-    def optim_state_dict(model: nn.Module, optim: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Return the state dict of the optimizer."""
-        return optim.state_dict()
-
-
-class _OptimizerMethods:
-    consolidate_state_dict = _nothing
-    full_state_dict = Optimizer.state_dict
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state dict, whatever its form was to be."""
-        return super().state_dict()  # pyright: ignore[reportAttributeAccessIssue]
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Clip by the norm of the gradients of all groups."""
-        params = [param for group in self.param_groups for param in group["params"]]  # pyright: ignore
-        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+    methods = {"state_dict": state_dict, "full_state_dict": state_dict, "clip_grad_norm_": clip}
+    return type(optimizer_class.__name__, (optimizer_class,), {**methods, "consolidate_state_dict": NOTHING})
 
 
 _OF_ZERO = ("process_group", "parameters_as_bucket_view", "overlap_with_ddp", "partition", "mixed_dtypes")
+_OF_SHARDED = ("update", "flat", "offload", "groups")
 
 
 def partitioned_optimizer(params: Any, optimizer_class: type[Optimizer], *args: Any, **defaults: Any) -> Optimizer:
@@ -403,17 +300,16 @@ def partitioned_optimizer(params: Any, optimizer_class: type[Optimizer], *args: 
     if defaults.get("overlap_with_ddp"):
         raise Unprovable("the script steps in the backward of DistributedDataParallel (overlap_with_ddp)")
     options = {name: value for name, value in defaults.items() if name not in _OF_ZERO}
-    return type(optimizer_class.__name__, (_OptimizerMethods, optimizer_class), {})(params, **options)
+    return _plain(optimizer_class)(params, *args, **options)
 
 
-def sharded_optimizer(named_params: Any, optimizer_class: type[Optimizer], *args: Any, **options: Any) -> Optimizer:
+def sharded_optimizer(named_params: Any, optimizer_class: type[Optimizer], *args: Any, **defaults: Any) -> Optimizer:
     """Stand for ``ShardedOptimizer``."""
-    for name in ("update", "flat", "offload"):
-        options.pop(name, None)
-    params, groups = unpacked_groups(named_params, options.pop("groups", ()))
+    params, groups = unpacked_groups(named_params, defaults.get("groups", ()))
     named = checked_params(params)
     split = [{"params": [named[each] for each in names], **own} for names, own in split_by_group(named, groups)]
-    made: Any = type(optimizer_class.__name__, (_OptimizerMethods, optimizer_class), {})(split, *args, **options)
+    options = {name: value for name, value in defaults.items() if name not in _OF_SHARDED}
+    made: Any = partitioned_optimizer(split, optimizer_class, *args, **options)
     made.named_params = named
     return made
 
@@ -421,9 +317,7 @@ def sharded_optimizer(named_params: Any, optimizer_class: type[Optimizer], *args
 class SummedMicrobatches(Reproducible):
     """Stands for ``Reproducible``: its microbatches and random numbers, and plain sums."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer | None = None, *, num_microbatches: int, seed: int = 0
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any = None, *, num_microbatches: int, seed: int = 0) -> None:
         rank, size = rank_and_size()
         self.axes = MeshAxes(default_mesh(), shard_mesh_dim=0)
         self.place = BatchPlace(num_microbatches, size, 1, rank, 0)
@@ -431,19 +325,13 @@ class SummedMicrobatches(Reproducible):
 
     def microbatches(self) -> Iterator[int]:
         """Yield the numbers of this rank's microbatches, whose gradients are summed."""
-        for wrap in THE_PLAIN.wraps:
+        for wrap in _wraps:
             wrap.divide_by = 1.0
         for number in self.place.own:
             self._set_seed(number)
             yield number
         self._set_seed(self.place.num_microbatches)
         self.step += 1
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Clip by the norm of the gradients of the model."""
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type, error_if_nonfinite)
 
 
 def distribute(tensor: torch.Tensor, device_mesh: DeviceMesh | None = None, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -454,20 +342,9 @@ def distribute(tensor: torch.Tensor, device_mesh: DeviceMesh | None = None, *arg
     return tensor
 
 
-@contextlib.contextmanager
-def policy(module: nn.Module, *, recurse: bool = True, **changes: Any) -> Generator[None]:
+def policy(module: nn.Module, *, recurse: bool = True, **changes: Any) -> Any:
     """Stand for ``shardwise.policy``: only ``sync`` changes what is computed."""
-    wraps = [wrap for wrap in THE_PLAIN.wraps if "sync" in changes]
-    before = [wrap.syncs for wrap in wraps]
-    for wrap in wraps:
-        wrap.syncs = wrap.syncs_next = changes["sync"]
-    yield
-    for wrap, syncs in zip(wraps, before, strict=True):
-        wrap.syncs = wrap.syncs_next = syncs
-
-
-class Unprovable(StateError):
-    """The plain run cannot do what the script does."""
+    return _syncing(inside(module, recurse), changes["sync"]) if "sync" in changes else NOTHING
 
 
 # ---- Put all of it in place.
@@ -477,14 +354,31 @@ def _unchanged(module: Any, *args: Any, **kwargs: Any) -> Any:
     return module
 
 
-_OF_FSDP = dict[str, Any](fully_shard=shard, FSDPModule=PlainModule, share_comm_ctx=_nothing) | {
-    "register_fsdp_forward_method": _nothing
+def _mesh_of(tensor: torch.Tensor) -> DeviceMesh:
+    wrap = wrapped().get(id(tensor), (_wraps[0] if _wraps else None, tensor))[0]
+    of_all = init_device_mesh(accelerator_type(), (rank_and_size()[1],))
+    return of_all if wrap is None or wrap.mesh is None else wrap.mesh
+
+
+_OF_FSDP: dict[str, Any] = {
+    "fully_shard": shard,
+    "FSDPModule": PlainModule,
+    "share_comm_ctx": NOTHING,
+    "register_fsdp_forward_method": NOTHING,
+}
+_OURS: dict[str, Any] = {
+    "replicate": shard,
+    "shard_model": shard,
+    "ReplicateModule": PlainModule,
+    "policy": policy,
+    "use_in": NOTHING,
+    "describe_units": NOTHING,
+    "Reproducible": SummedMicrobatches,
+    "ZeroRedundancyOptimizer": partitioned_optimizer,
+    "ShardedOptimizer": sharded_optimizer,
 }
 REPLACED: dict[str, dict[str, Any]] = {
-    "shardwise": _OF_FSDP
-    | {"replicate": shard, "shard_model": shard, "ReplicateModule": PlainModule, "use_in": _nothing, "policy": policy}
-    | {"ZeroRedundancyOptimizer": partitioned_optimizer, "ShardedOptimizer": sharded_optimizer}
-    | {"Reproducible": SummedMicrobatches, "describe_units": lambda model: UnitTable(())},
+    "shardwise": _OF_FSDP | _OURS,
     "torch.distributed.fsdp": _OF_FSDP | {"FullyShardedDataParallel": PlainShards},
     "torch.distributed._composable.replicate": {"replicate": shard},
     "torch.distributed._composable.replicate_with_fsdp": {"replicate": shard},
@@ -493,36 +387,29 @@ REPLACED: dict[str, dict[str, Any]] = {
     "torch.distributed.tensor": {"distribute_module": _unchanged, "distribute_tensor": distribute},
     "torch.nn.parallel": {"DistributedDataParallel": PlainReplicas},
 }
+_ANSWERS: dict[str, Any] = {
+    **dict.fromkeys(("full_tensor", "to_local", "redistribute"), lambda self, *_, **__: self),
+    "device_mesh": property(_mesh_of),
+    "placements": property(lambda self: (Replicate(),) * self.device_mesh.ndim),
+}
 
 
 def replace_wrappers() -> None:
     """Replace the wrappers in every module that has them, and let plain tensors answer what DTensors are asked."""
-    by_id = {
-        id(getattr(importlib.import_module(place), name)): new
-        for place, names in REPLACED.items()
-        for name, new in names.items()
-    }
+    found = [(getattr(importlib.import_module(at), name), new) for at in REPLACED for name, new in REPLACED[at].items()]
+    for original, new in found:
+        if isinstance(new, type) and issubclass(new, PlainModule):
+            for name in {*dir(original)} - {*dir(nn.Module), *dir(PlainShards), "module"}:
+                if not name.startswith("_"):
+                    setattr(PlainModule, name, NOTHING)
+    by_id = {id(original): new for original, new in found}
     places: list[Any] = [*sys.modules.values()]
     for place in (each for each in places if isinstance(each, ModuleType) and each.__name__ != __name__):
         for name, value in [*vars(place).items()]:
             if id(value) in by_id:
                 setattr(place, name, by_id[id(value)])
-    answers = {
-        "full_tensor": lambda self, **_: self,
-        "to_local": lambda self, **_: self,
-        "redistribute": lambda self, *_, **__: self,
-        "device_mesh": property(_mesh_of),
-        "placements": property(lambda self: (Replicate(),) * self.device_mesh.ndim),
-    }
-    for name, answer in answers.items():
+    for name, answer in _ANSWERS.items():
         setattr(torch.Tensor, name, answer)
-
-
-def _mesh_of(tensor: torch.Tensor) -> DeviceMesh:
-    wrap = THE_PLAIN.wrap_of(tensor)
-    if wrap is not None and wrap.mesh is not None:
-        return wrap.mesh
-    return init_device_mesh(accelerator_type(), (rank_and_size()[1],))
 
 
 class PlainRecorder(RunRecorder):
@@ -530,73 +417,73 @@ class PlainRecorder(RunRecorder):
 
     def __init__(self, terms: Terms) -> None:
         super().__init__(terms)
-        self._reducer = Reducer()
+        self._before: dict[int, torch.Tensor] = {}  # gradients of earlier backwards
+        self._own: dict[int, torch.Tensor] = {}  # what this one adds
         self._hooked: set[int] = set()
-        if terms.moves:
-            THE_PLAIN.moves = tuple(torch.Generator("cpu").manual_seed(each) for each in (1 + (terms.rank or 0), 0))
+        if terms.role == "moved":
+            _moves.extend(torch.Generator("cpu").manual_seed(each) for each in (1 + (terms.rank or 0), 0))
 
-    def see_model(self, root: nn.Module, index: int) -> None:
-        """Give a model the values that it had in the tested run."""
-        package = type(root).__module__.partition(".")[0]
-        if package in UNKNOWN:
-            raise Unprovable(f"{package}'s {type(root).__name__} cannot be replaced by the plain thing")
-        path = self.terms.path(f"initial-{index}", "pt", self.terms.initial)
-        if not path.exists():
-            raise Unprovable(f"the script as it is calls {index} model(s) only, and the plain run another one")
-        self.add_parameters("initial")
-        kept = torch.load(path, weights_only=False)
-        for name, each in {**self.names.parameters(index), **self.names.buffers(index)}.items():
-            if name in kept["values"] and kept["values"][name].shape == each.shape:
-                each.detach().copy_(THE_PLAIN.moved(kept["values"][name], 0.0, is_shared=True))
-        RandomState().load_state_dict(kept["random"])
-        self.rows.facts["untied"] = THE_PLAIN.lost_ties()
-        super().see_model(root, index)
+    def start(self, index: int) -> dict[str, Any]:
+        """Give a model the values that it had in the tested run; return over which ranks gradients are averaged."""
+        package = type(self.models.roots[index]).__module__.partition(".")[0]
+        path = self.terms.path(f"initial-{index}-{{}}.pt", "tested")
+        if package in UNKNOWN or not path.exists():
+            told = f"the script as it is calls {index} model(s) only, and the plain run another one"
+            raise Unprovable(f"{package}'s wrapper cannot be replaced by the plain thing" if path.exists() else told)
+        values, random = torch.load(path, weights_only=False)
+        params = self.models.tensors(only=index)
+        for name, each in (params | self.models.tensors("buffers", index)).items():
+            if name in values and values[name].shape == each.shape:
+                each.detach().copy_(moved(values[name], is_shared=True))
+        RandomState().load_state_dict(random)
+        names, units = {id(param): name for name, param in params.items()}, dict[str, Any]()
+        for wrap, param in wrapped().values():
+            if id(param) in names:
+                mesh, unit = wrap.mesh or default_mesh(), self.models.of_module(wrap.module) or "the model"
+                axes, sizes, ranks = mesh.mesh_dim_names or (), mesh.shape, mesh.mesh.reshape(-1).tolist()
+                units[names[id(param)]] = {"unit": unit, "axes": axes, "sizes": sizes, "ranks": ranks}
+        untied: list[str] = []
+        for wrap in _wraps:
+            now = {name: id(each) for name, each in wrap.module.named_parameters(remove_duplicate=False)}
+            untied += [" and ".join(sorted(tie)) for tie in wrap.ties if len({now.get(each) for each in tie}) > 1]
+        shares_buffers = any(wrap.shares_buffers for wrap in _wraps)
+        return {"units": units, "facts": {"untied": untied, "shares_buffers": shares_buffers}}
 
-    def begin_pass(self, module: nn.Module, args: Any) -> Any:
+    def begin_pass(self, args: Any) -> Any:
         """Watch gradients of parameters; move inputs in a moved run."""
-        THE_PLAIN.uncast()
-        for name, param in self.names.parameters().items():
+        self._uncast()
+        found = wrapped()
+        for param in self.models.tensors().values():
             if param.requires_grad and id(param) not in self._hooked:
                 self._hooked.add(id(param))
-                param.register_hook(self._hook(name, param))
-        if THE_PLAIN.moves:
-            return torch_private.map_tensors(lambda each: THE_PLAIN.moved(each, 0.0), args)
-        return None
+                param.register_hook(self._hook(param, found[id(param)][0] if id(param) in found else None))
+        return torch_private.map_tensors(moved, args) if _moves else None
 
-    def _hook(self, name: str, param: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        def note(gradient: torch.Tensor) -> None:
-            with torch.no_grad():
-                self._reducer.add(param, gradient)
-                self.rows.add(f"own|{self.counts['microbatch']}|{name}", gradient)
+    def _uncast(self) -> None:
+        while _casts:
+            attributes, name = _casts.pop()
+            attributes.pop(name, None)
+
+    def _hook(self, param: torch.Tensor, wrap: Wrap | None) -> Callable[[torch.Tensor], torch.Tensor]:
+        def note(gradient: torch.Tensor) -> torch.Tensor:
+            if wrap is not None and wrap.divide_by:
+                gradient = gradient * (math.prod(group.size() for group in wrap.groups(param)) / wrap.divide_by)
+            self._own[id(param)] = self._own.get(id(param), 0) + gradient.detach()
+            return gradient
 
         return note
 
     def begin_backward(self) -> None:
         """Keep the gradients of earlier backwards."""
-        self._reducer.begin()
+        grads = {id(param): param.grad for _, param in wrapped().values()}
+        self._before = {key: grad.clone() for key, grad in grads.items() if grad is not None}
 
     def end_backward(self, tensors: Any) -> None:
         """Average the gradients before they are recorded."""
-        THE_PLAIN.uncast()
-        self._reducer.reduce()
+        self._uncast()
+        for name, param in self.models.tensors().items():
+            if id(param) in self._own:
+                self.add("own", name, self._own[id(param)])
+        average(self._before, self._own)
+        self._own = {}
         super().end_backward(tensors)
-
-    def add_facts(self) -> None:
-        """Note over which ranks gradients are averaged."""
-        names = {id(param): name for name, param in self.names.parameters().items()}
-        units: dict[Wrap, list[str]] = {}
-        for wrap, param in THE_PLAIN.params():
-            if id(param) in names:
-                units.setdefault(wrap, []).append(names[id(param)])
-        self.rows.facts["shares_buffers"] = any(wrap.options.get("shares_buffers") for wrap in THE_PLAIN.wraps)
-        self.rows.facts["units"] = [
-            {
-                "unit": self.names.of_module(wrap.modules[0]) or "the model",
-                "axes": [] if wrap.mesh is None else list(wrap.mesh.mesh_dim_names or ()),
-                "sizes": [] if wrap.mesh is None else list(wrap.mesh.shape),
-                "ranks": list(range(rank_and_size()[1])) if wrap.mesh is None else wrap.mesh.mesh.reshape(-1).tolist(),
-                "divide_by": wrap.divide_by,  # None: by the number of ranks
-                "names": found,
-            }
-            for wrap, found in units.items()
-        ]

@@ -10,44 +10,34 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.loop.launch import ProgramOutcome, UserProgram, describe, noted_signals, run_program
+from shardwise.loop.launch import UserProgram, describe, noted_signals, run_program
 from shardwise.one_host import PREFIX
-from shardwise.prove.compare import Finding, Recording, Rounding, compare, compare_initial, compare_ranks, notes_of
+from shardwise.prove.compare import (
+    CANNOT,
+    DIFFERS,
+    RIGHT,
+    Comparison,
+    Finding,
+    ProveOptions,
+    Recording,
+    compare_ranks,
+    notes_of,
+)
 from shardwise.prove.record import Terms
 
-RIGHT, DIFFERS, CANNOT = 0, 1, 2
-LIMIT, LIMIT_S = 8.0, 600.0
 _END_S = 20.0  # what ranks that have made their steps may take to end
-_MOST_COPIED, _MOST_FILES = 1 << 20, 20_000  # bytes of a file, files of a folder
+_MOST_COPIED, _MOST_FILES = 1 << 20, 2_000  # bytes of a file, entries of a folder
 _MOST_SHOWN = 3
 _MOST_LOGGED = 25  # lines of a run's output
-ROLES = {"tested": "as it is", "plain": "as the plain thing", "moved": "as the plain thing, moved by rounding"}
-
-
-@dataclass(frozen=True)
-class ProveOptions:
-    """What is asked of a proof.
-
-    Attributes:
-        steps: of each optimizer.  limit: how many times what rounding does is a fault.  only: a pattern of names.
-        keep: the folder that keeps the recordings.  init: compare initial values, too.  exact: to the bit.
-        strict: notes about the script are faults.  limit_s: of each run.
-    """
-
-    steps: int = 3
-    limit: float = LIMIT
-    only: str | None = None
-    keep: Path | None = None
-    init: bool = False
-    exact: bool = False
-    strict: bool = False
-    limit_s: float = LIMIT_S
+_ROLES = {"tested": "as it is", "plain": "as the plain thing", "moved": "as the plain thing, moved by rounding"}
+_HEADINGS = {"ranks": "between ranks, in the plain run: ", "wrapper": "", "script": "in both runs: "}
+_SHOWN = {"output": "outputs", "step gradient": "gradients", "parameter": "parameters", "state": "optimizer states"}
 
 
 @dataclass
@@ -58,7 +48,7 @@ class Verdict:
         code: 0: right, 1: it differs, 2: it cannot be proven.  reason: why it cannot.
         findings: faults, in the order of the step.  notes: what a script may mean.
         times: what tensors differ by until the first fault, in multiples of rounding, by stage and name; inf: a fault.
-        units: of the plain run.
+        plain: the recording of the plain run.
     """
 
     code: int = RIGHT
@@ -66,192 +56,140 @@ class Verdict:
     findings: list[Finding] = field(default_factory=list[Finding])
     notes: list[Finding] = field(default_factory=list[Finding])
     times: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
-    units: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    plain: Recording = field(default_factory=Recording)
 
     def lines(self) -> list[str]:
         """Return the verdict in words."""
         if self.reason:
             return [f"cannot be proven: {self.reason}"]
-        found: list[str] = []
-        for kind in sorted({each.kind for each in self.findings}, key=["ranks", "wrapper", "script"].index):
+        good = {stage: [*filter(math.isfinite, self.times[stage].values())] for stage in _SHOWN if stage in self.times}
+        equal = "; ".join(
+            f"{len(found)} of {len(self.times[stage])} {_SHOWN[stage]} equal"
+            + (f" within {max(found):.1f}x rounding" if any(found) else "")
+            for stage, found in good.items()
+        )
+        lines: list[str] = []
+        for kind, heading in _HEADINGS.items():
             faults = [each for each in self.findings if each.kind == kind]
-            if kind == "wrapper":
-                found += [str(faults[0]), *(f"  {each}" for each in self._around(faults))]
-            else:
-                heading = "between ranks, in the plain run: " if kind == "ranks" else "in both runs: "
-                found += [f"{heading}{faults[0]}", *(f"  {each}" for each in faults[1:_MOST_SHOWN])]
-        found += [f"note: {each}" for each in self.notes]
-        return found if self.findings else [*found, f"right: {self._equal()}"]
-
-    def _equal(self) -> str:
-        names = {
-            "output": "outputs",
-            "step gradient": "gradients",
-            "parameter": "parameters",
-            "state": "optimizer states",
-        }
-        parts: list[str] = []
-        for stage, what in names.items():
-            times = self.times.get(stage, {})
-            good = [each for each in times.values() if math.isfinite(each)]
-            if times:
-                most = f" within {max(good):.1f}x rounding" if good and max(good) else ""
-                parts.append(f"{len(good)} of {len(times)} {what} equal{most}")
-        return "; ".join(parts)
-
-    def _around(self, faults: Sequence[Finding]) -> list[str]:
-        wrong = list(dict.fromkeys(each.name for each in faults if each.name))
-        found = [self._equal()]
-        if len(wrong) > 1:
-            found[0] += f"; first wrong: {', then '.join(wrong[:_MOST_SHOWN])}"
-        for unit in self.units:
-            if faults[0].name in unit["names"] and unit["axes"]:
-                axes = "".join(f'"{each}", ' for each in unit["axes"]).rstrip()
-                sizes = " x ".join(map(str, unit["sizes"]))
-                found.append(f"{faults[0].name} is of unit {unit['unit']} on mesh ({axes}), of {sizes} rank(s)")
-        return found
+            lines += [f"{heading}{each}" for each in faults[:1]]
+            if kind != "wrapper":
+                lines += [f"  {each}" for each in faults[1:_MOST_SHOWN]]
+            elif faults:
+                wrong = [*dict.fromkeys(each.name for each in faults if each.name)][:_MOST_SHOWN]
+                lines.append(f"  {equal}" + f"; first wrong: {', then '.join(wrong)}" * (len(wrong) > 1))
+                unit = self.plain.unit(faults[0].name)
+                if unit["axes"]:
+                    where = f"{unit['unit']} on mesh {tuple(unit['axes'])}, of {' x '.join(map(str, unit['sizes']))} rank(s)"
+                    lines.append(f"  {faults[0].name} is of unit {where}")
+        lines += [f"note: {each}" for each in self.notes]
+        return lines if self.findings else [*lines, f"right: {equal}"]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the verdict for JSON."""
-        return {
-            "code": self.code,
-            "reason": self.reason,
-            "findings": [each.as_dict() for each in self.findings],
-            "notes": [each.as_dict() for each in self.notes],
-            "equal": {
-                stage: [sum(map(math.isfinite, found.values())), len(found)] for stage, found in self.times.items()
-            },
-        }
+        equal = {stage: [sum(map(math.isfinite, each.values())), len(each)] for stage, each in self.times.items()}
+        found = {name: [asdict(each) for each in getattr(self, name)] for name in ("findings", "notes")}
+        return {"code": self.code, "reason": self.reason, **found, "equal": equal}
 
 
 def compare_folders(tested: Path, reference: Path, options: ProveOptions) -> Verdict:
     """Compare two recordings that were made by hand."""
-    runs: list[Recording] = []
-    for folder in (tested, reference):
-        runs.append(Recording.read(folder))
-        if not runs[-1].ranks:
+    runs = [Recording.read(folder) for folder in (tested, reference)]
+    for folder, run in zip((tested, reference), runs, strict=True):
+        if not run.ranks:
             raise ConfigError(f"{folder}: no recording: it has no rank-0.jsonl, which shardwise.recorded(...) writes")
-    return judge(runs[0], Rounding(runs[1], None, options.limit), options)
+    return judge(Comparison(runs[0], runs[1], None, options))
 
 
-def judge(tested: Recording, rounding: Rounding, options: ProveOptions) -> Verdict:
+def judge(both: Comparison) -> Verdict:
     """Return the verdict on two recordings."""
-    plain, verdict = rounding.reference, Verdict()
-    if not tested.steps or not plain.steps:
-        verdict.code, verdict.reason = CANNOT, "no optimizer made a step"
-        return verdict
-    names = [{name for row in run.rows.values() for name in row.of("parameter")} for run in (tested, plain)]
-    if not names[0] & names[1]:
-        verdict.code, verdict.reason = CANNOT, "no parameter has the same name in both runs"
-        return verdict
-    differences, verdict.times = compare(tested, rounding, options.only, options.exact)
-    if differences and differences[0].step == 1 and ("input of" in differences[0].what):
-        verdict.code = CANNOT
-        verdict.reason = (
-            f"{differences[0]}. The data differ between the two runs: they are random without a seed, or the loader depends on "
-            "time. Seed it, and prove again"
+    runs, differences = (both.tested, both.plain), both.findings()
+    names = [{name for place in run.rows for name in run.of(place, "parameter")} for run in runs]
+    first = next((each for each in differences if each.step), None)
+    reason = ""
+    if not all(run.steps for run in runs):
+        reason = "no optimizer made a step"
+    elif not names[0] & names[1]:
+        reason = "no parameter has the same name in both runs"
+    elif first is not None and first.step == 1 and "input of" in first.what:
+        reason = (
+            f"{first}. The data differ between the two runs: they are random without a seed, or the loader depends on time. "
+            "Seed it, and prove again"
         )
-        return verdict
-    if not verdict.times:
-        verdict.code, verdict.reason = CANNOT, f"nothing is called {options.only}"
-        return verdict
-    verdict.findings = [*differences, *compare_ranks(plain)]
+    elif not both.times:
+        reason = f"nothing is called {both.options.only}"
+    if reason:
+        return Verdict(CANNOT, reason)
+    verdict = Verdict(RIGHT, "", [*differences, *compare_ranks(both.plain)], [], both.times, both.plain)
     told: set[tuple[str, str]] = set()
-    for note, is_refused in notes_of(plain):
+    for note, is_refused in notes_of(both.plain):
         kind = note.what, note.text.partition("by")[0]
         if kind not in told:  # steps do the same
             told.add(kind)
-            (verdict.findings if is_refused and options.strict else verdict.notes).append(note)
-    verdict.units = next(
-        (facts["units"] for row in plain.steps for facts in row.facts.values() if "units" in facts), []
-    )
-    if verdict.findings:
-        verdict.code = DIFFERS
+            (verdict.findings if is_refused and both.options.strict else verdict.notes).append(note)
+    verdict.code = DIFFERS if verdict.findings else RIGHT
     return verdict
 
 
-def prove(kind: str, words: Sequence[str], nproc: int, options: ProveOptions, quiet: bool = False) -> Verdict:
+def prove(words: Sequence[str], nproc: int, options: ProveOptions, quiet: bool = False) -> Verdict:
     """Run a script three times on ``nproc`` ranks, and return the verdict.
 
     Args:
-        kind: "script" or "module".  words: its name and arguments.
-        quiet: do not show what the first run prints.
+        words: the script and its arguments.  quiet: do not show what the first run prints.
     """
+    runs: list[Recording] = []
     with noted_signals() as received, TemporaryDirectory(prefix=PREFIX) as scratch:
-        kept = Path(scratch) if options.keep is None else options.keep
-        folders = {role: (kept / role).absolute() for role in ROLES}
-        files = {role: Path(scratch, f"files-{role}") for role in ROLES if role != "tested"}
+        files = {role: Path(scratch, f"files-{role}") for role in _ROLES if role != "tested"}
         for each in files.values():
             copy_files(Path.cwd(), each)  # before the first run writes checkpoints that the others would find
-        for number, (role, folder) in enumerate(folders.items()):
+        for role in _ROLES:
+            folder = (options.keep or Path(scratch)).absolute() / role
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            terms = Terms(str(folder), options.steps, options.exact, keeps_initial=not number)
-            if number:
-                terms = replace(terms, place=str(files[role]), initial=str(folders["tested"]), moves=role == "moved")
-            log = Path(scratch, f"{role}.log") if quiet or number else None
-            run = _Run(folder, nproc, options.limit_s, received)
-            reason = run.start(terms, (kind, *words), Path(scratch), log)
+            terms = Terms(str(folder), role, options.steps, options.exact, str(files.get(role, "")))
+            log = Path(scratch, f"{role}.log") if quiet or role != "tested" else None
+            reason = _run(terms, words, nproc, options.limit_s, received, log)
+            runs.append(Recording.read(folder))
             if reason:
-                return _partial(folder, f"{reason} {ROLES[role]}", log)
-        runs = {role: Recording.read(folder) for role, folder in folders.items()}
-        verdict = judge(runs["tested"], Rounding(runs["plain"], runs["moved"], options.limit), options)
-        if options.init and verdict.code != CANNOT:
-            verdict.findings[:0] = compare_initial(runs["tested"], runs["plain"], options.limit)
-            verdict.code = DIFFERS if verdict.findings else RIGHT
-        return verdict
+                return _partial(runs[-1], f"{reason} {_ROLES[role]}", log)
+    tested, plain, moved = runs
+    return judge(Comparison(tested, plain, moved, options))
 
 
-@dataclass
-class _Run:
-    """One run of the script: it ends with the script, when all ranks have made their steps, or at a limit."""
+def _run(terms: Terms, words: Sequence[str], nproc: int, limit_s: float, received: list[int], log: Path | None) -> str:
+    """Run the script until it ends, all ranks have made their steps, or a limit; return why its recording is not whole."""
+    folder, end_s = Path(terms.folder), time.monotonic() + limit_s
+    is_ended = False
 
-    folder: Path
-    nproc: int
-    limit_s: float
-    received: list[int]
-    ends_s: float = math.inf
-    is_late: bool = False
+    def names(what: str) -> list[Path]:
+        return sorted(folder.glob(f"{what}-*"))
 
-    def start(self, terms: Terms, words: Sequence[str], scratch: Path, log: Path | None) -> str:
-        """Run it; return why there is no recording of all steps, or an empty text."""
-        begin_s = time.monotonic()
+    def look() -> None:
+        nonlocal end_s, is_ended
+        if len(names("done")) == nproc:
+            end_s = min(end_s, time.monotonic() + _END_S)
+        if time.monotonic() > end_s and not is_ended:
+            is_ended = True
+            received.extend([signal.SIGTERM] * 2)
 
-        def look() -> None:
-            if self._is_done():
-                self.ends_s = min(self.ends_s, time.monotonic() + _END_S)
-            self.is_late = self.is_late or time.monotonic() > begin_s + self.limit_s
-            if (self.is_late or time.monotonic() > self.ends_s) and len(self.received) < 2:
-                self.received += [signal.SIGTERM] * 2
-
-        with ExitStack() as stack:
-            output = None if log is None else stack.enter_context(log.open("wb")).fileno()
-            packed = ("shardwise.prove.bootstrap", json.dumps(asdict(terms)), *words)
-            program = UserProgram("module", packed, output, look)
-            outcome = run_program(program, self.nproc, self.received, scratch, len([*scratch.glob("failed-*")]))
-        if self.is_late or self.ends_s < math.inf:
-            self.received.clear()
-        return self._why(outcome)
-
-    def _is_done(self) -> bool:
-        return len([*self.folder.glob("done-*")]) >= self.nproc
-
-    def _why(self, outcome: ProgramOutcome) -> str:
-        if self._is_done():
-            is_recorded = len([*self.folder.glob("rank-*.jsonl")]) == self.nproc
-            return "" if is_recorded else "no model was called on every rank by the script"
-        for path in sorted(self.folder.glob("unprovable-*")):
-            return f"{path.read_text()}: run"
-        if self.is_late:
-            return f"the script has not made its steps within {self.limit_s:g} s (it hangs, or --limit-s is too short)"
-        if self.received:
-            return "the script was interrupted"
-        return "the script fails" + (f" ({describe(outcome.failure)})" if outcome.failure is not None else "")
+    with ExitStack() as stack:
+        output = None if log is None else stack.enter_context(log.open("wb")).fileno()
+        program = UserProgram("module", ("shardwise.prove.bootstrap", json.dumps(asdict(terms)), *words), output, look)
+        outcome = run_program(program, nproc, received, folder)
+    was_stopped = bool(received) and not is_ended
+    received.clear()
+    if len(names("done")) == nproc:
+        return "" if len(names("rank")) == nproc else "no model was called on every rank by the script"
+    for path in names("unprovable"):
+        return f"{path.read_text()}: run"
+    if is_ended:
+        return f"the script has not made its steps within {limit_s:g} s (it hangs, or --limit-s is too short)"
+    if was_stopped:
+        return "the script was interrupted"
+    return "the script fails" + (f" ({describe(outcome.failure)})" if outcome.failure is not None else "")
 
 
-def _partial(folder: Path, reason: str, log: Path | None) -> Verdict:
+def _partial(run: Recording, reason: str, log: Path | None) -> Verdict:
     """Return the verdict on a run that has not ended: ranks may have made other steps."""
-    run = Recording.read(folder)
     # A rank that fails makes fewer steps than others.
     found = [each for each in compare_ranks(run) if run.steps and each.what != "the number of steps"]
     if found:
@@ -263,16 +201,12 @@ def _partial(folder: Path, reason: str, log: Path | None) -> Verdict:
 
 def copy_files(source: Path, target: Path) -> None:
     """Make ``target`` look like ``source`` for a run that writes files: copy small ones, link others and hidden folders."""
-    num_files = 0
-    for at, folders, names in os.walk(source):
-        place = target / Path(at).relative_to(source)
-        place.mkdir(parents=True)
-        num_files += len(names)
-        for name in [each for each in folders if each.startswith(".") or num_files > _MOST_FILES]:
-            (place / name).symlink_to(Path(at, name))
-            folders.remove(name)
-        for path in (Path(at, name) for name in names):
-            if path.is_file() and not path.is_symlink() and path.stat().st_size <= _MOST_COPIED:
-                shutil.copy2(path, place / path.name)
-            else:
-                (place / path.name).symlink_to(path)
+    target.mkdir(parents=True)
+    for path in source.iterdir():
+        place, is_link = target / path.name, path.is_symlink()
+        if path.is_dir() and not is_link and path.name[0] != "." and len(os.listdir(path)) <= _MOST_FILES:
+            copy_files(path, place)
+        elif path.is_file() and not is_link and path.stat().st_size <= _MOST_COPIED:
+            shutil.copy2(path, place)
+        else:
+            place.symlink_to(path)

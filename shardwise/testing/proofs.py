@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.prove.run import ProveOptions, Verdict
+from shardwise.prove.compare import ProveOptions
+from shardwise.prove.run import Verdict
 from shardwise.prove.run import prove as prove_script
 
 
@@ -29,7 +30,7 @@ def prove(
         >>> def test_training_is_right():  # doctest: +SKIP
         ...     shardwise.testing.prove("train.py", ranks=2)
     """
-    verdict = prove_script("script", [str(program), *args], ranks, options, quiet=True)
+    verdict = prove_script([str(program), *args], ranks, options, quiet=True)
     if verdict.code:
         raise AssertionError("\n".join(verdict.lines()))
     return verdict

@@ -14,14 +14,15 @@ import torch.distributed as dist
 from helpers.commands import COMMAND, Ended
 from helpers.folders import folder_of_all
 from helpers.forked_commands import run_forked
-from helpers.prove_programs import PRELUDE, RIGHT, WRONG
+from helpers.prove_programs import PRELUDE, RIGHT, TORCH, WRONG
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
-from shardwise.prove.run import ProveOptions, compare_folders
+from shardwise.prove.compare import ProveOptions
+from shardwise.prove.run import compare_folders
 from shardwise.prove.sketch import sketch, sketch_of
 
 PROVE = [*COMMAND[: COMMAND.index("train")], "prove"]
@@ -73,6 +74,45 @@ def test_what_cannot_be_proven_is_told(body: str, reason: str, tmp_path: Path) -
     found = prove(tmp_path, PRELUDE + body, 2, ("--limit-s", "9"))
     assert found.code == 2
     assert re.search(f"cannot be proven: .*{reason}", found.err), found.err
+
+
+LOOP = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    step(model, optimizer)
+"""
+
+
+def test_one_part_alone_is_compared_and_recordings_are_kept(tmp_path: Path) -> None:
+    program, kept = WRONG["hook_divides_again"], tmp_path / "kept"
+    found = prove(tmp_path, program.text, 2, ("--json", "--steps", "1", "--only", "head.*", "--keep", str(kept)))
+    told = json.loads(found.out)
+    assert (found.code, told["code"], told["findings"], told["notes"]) == (0, 0, [], [])
+    assert told["equal"] == {"gradient": [2, 2], "step gradient": [2, 2], "parameter": [2, 2]}
+    assert {path.name for path in kept.iterdir()} == {"tested", "plain", "moved"}
+    again = run_forked([*PROVE, "--compare", "--json", str(kept / "tested"), str(kept / "plain")])
+    first = json.loads(again.out)["findings"][0]
+    assert (again.code, first["what"]) == (1, "microbatch 1  gradient of blocks.1.down.bias")
+    assert first["factor"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("options", [("--init",), pytest.param((), marks=pytest.mark.exhaustive)])
+def test_initial_values_are_compared_where_that_is_asked(options: Sequence[str], tmp_path: Path) -> None:
+    body = "model = shard(Net(), fully_shard)\nif isinstance(model.head.weight, DTensor):\n"
+    body += "    model.head.weight.to_local().detach().mul_(3)\n"
+    found = prove(tmp_path, PRELUDE + TORCH + body + LOOP, 2, ("--steps", "1", *options))
+    assert found.code == bool(options), found.out
+    assert found.out.startswith("initial value of head.weight: 3.000 x the reference" if options else "right: ")
+
+
+@pytest.mark.parametrize("options", [("--exact",), pytest.param((), marks=pytest.mark.exhaustive)])
+def test_bits_are_compared_where_that_is_asked(options: Sequence[str], tmp_path: Path) -> None:
+    body = "model = DDP(Net())\nif type(model).__name__ == 'DistributedDataParallel':\n"
+    body += "    model.module.head.bias.register_hook(lambda g: g * (1 + 2**-22))\n"
+    found = prove(tmp_path, PRELUDE + body + LOOP, 2, ("--steps", "1", *options))
+    assert found.code == bool(options), found.out
+    expected = "step 1  microbatch 1  gradient of head.bias: differs by 2" if options else "right: "
+    assert found.out.startswith(expected), found.out
 
 
 class Net(nn.Module):

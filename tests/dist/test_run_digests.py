@@ -72,7 +72,7 @@ def run(
                 if step == 2 and fault == "output" and number == 3:
                     hook = model.blocks[1].register_forward_pre_hook(lambda module, args: change(args[0]))
                 if step == 2 and fault == "draw" and number == fixed.place.own[0]:
-                    iter(torch.utils.data.DataLoader([0]))  # draws a seed
+                    iter(torch.utils.data.DataLoader([0]))  # draws a seed  # pyright: ignore[reportArgumentType]
                 with hook:
                     hidden = model(data[number])
                 if step == 2 and fault == "gradient" and number == 1:
@@ -109,22 +109,23 @@ def test_runs_at_any_number_of_ranks_have_the_same_digests(tmp_path: Path) -> No
     dist.barrier()
     lines = [json.loads(line) for line in (folder / "4" / "digests.jsonl").read_text().splitlines()]
     assert [each["step"] for each in lines] == [0, 1, 2, 3]
-    names = list(lines[0]["digests"])
-    assert names[:4] == ["num_microbatches", "num_threads", "parameter first.weight", "parameter first.bias"]
-    lines[0]["digests"]["num_threads"] = 0  # as many as other numbers
-    assert names[-1] == "gradient of first.weight"
-    assert names.index("output of blocks.1 in microbatch 0") < names.index("output of the root in microbatch 0")
-    assert len(lines[0]["digests"]) == len({*lines[0]["digests"].values()})
+    assert [*lines[0]["numbers"]] == ["num_microbatches", "num_threads"]
+    names = [name.split("|")[::3] + name.split("|")[1:2] for name in lines[0]["values"]]
+    assert names[0] == ["parameter", "first.weight", "0"]
+    assert names[-1] == ["step gradient", "first.weight", "0"]
+    assert names.index(["output", "blocks.1", "0"]) < names.index(["output", "the model", "0"])
+    assert len(names) == len({sums for _, sums in lines[0]["values"].values()})
+    assert len({(folder / name / "digests.jsonl").read_text() for name in ("1", "4")}) == 1
 
 
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
-        ("parameter", r"step 2: the first difference .* is parameter head.bias\."),
-        ("draw", r"step 2: the first difference .* is torch's random state after microbatch 0\."),
-        ("output", r"step 2: the first difference .* is output of blocks.1 in microbatch 3\."),
+        ("parameter", r"step 2: the first difference .* is parameter of head.bias\."),
+        ("draw", r"step 2: the first difference .* is microbatch 1  random state of torch\."),
+        ("output", r"step 2: the first difference .* is microbatch 4  output of blocks.1\."),
         ("gradient", r"step 2: the first difference .* is gradient of head.bias\."),
-        ("update", r"step 3: the first difference .* is parameter first.weight\."),
+        ("update", r"step 3: the first difference .* is parameter of first.weight\."),
     ],
 )
 @on_ranks(2)
@@ -142,7 +143,7 @@ def test_a_parameter_that_differs_in_one_copy_is_named(strategy: str, broken: in
     folder = shared_folder(tmp_path)
     run(1, folder / "1")
     dist.barrier()
-    with pytest.raises(StateError, match=r"step 3: the first difference .* is parameter first.weight\."):
+    with pytest.raises(StateError, match=r"step 3: the first difference .* is parameter of first.weight\."):
         run(4, folder / "4", folder / "1", fault="update", strategy=strategy, broken=broken)
 
 
@@ -164,9 +165,9 @@ def test_outputs_are_in_the_order_of_the_forward(tmp_path: Path) -> None:
     with RunDigests(fixed, folder):
         for _ in fixed.microbatches():
             model(torch.ones(2, 5)).sum().backward()
-    names = json.loads((folder / "digests.jsonl").read_text().splitlines()[0])["digests"]
-    found = [name.split()[2:-3] for name in names if name.endswith("in microbatch 1")]
-    assert found == [["blocks.0"], ["blocks.1"], ["the", "root"]]
+    names = json.loads((folder / "digests.jsonl").read_text().splitlines()[0])["values"]
+    found = [name.split("|")[-1] for name in names if name.startswith("output|1|")]
+    assert found == ["blocks.0", "blocks.1", "the model"]
 
 
 @on_ranks(2)
@@ -190,7 +191,7 @@ def test_a_run_that_has_fewer_steps_or_no_digests_is_named_on_every_rank(tmp_pat
     run(1, folder / "1", steps=1)
     dist.barrier()
     with pytest.raises(
-        StateError, match="step 1: the run in .* has no digest of torch.s random state .*; it ended before"
+        StateError, match="step 1: the run in .* has no digest of microbatch 1  random state of torch; it ended before"
     ):
         run(2, folder / "2", folder / "1")
     with pytest.raises(StateError, match=r"RunDigests cannot use digests.jsonl: .* No such file"):

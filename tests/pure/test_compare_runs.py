@@ -10,16 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.prove.compare import (
-    Key,
-    Recording,
-    Rounding,
-    Row,
-    compare,
-    compare_ranks,
-    notes_of,
-)
-from shardwise.prove.run import ProveOptions, Verdict, judge
+from shardwise.prove.compare import Comparison, Key, ProveOptions, Recording, compare_ranks, notes_of
+from shardwise.prove.run import Verdict, judge
 from shardwise.prove.sketch import sketch
 
 W = 2
@@ -32,25 +24,32 @@ def sums(tensor: torch.Tensor) -> Any:
     return sketch(tensor).numpy()
 
 
-def run(gradient: Any = None, after: torch.Tensor | None = None, **facts: Any) -> Recording:
+def key(stage: str, name: str = "w", microbatch: int = 0) -> Key:
+    return Key(stage, microbatch, "", name)
+
+
+def run(gradient: Any = None, after: torch.Tensor | None = None) -> Recording:
     """Return a recording of one step of ``w`` with two microbatches; ``gradient(rank)``: that of the step."""
     means = [(GIVEN[f"g{each}", 0] + GIVEN[f"g{each}", 1]) / W for each in range(2)]
     right = means[0] + means[1]
-    begin = Row(-1, {Key("parameter", 0, "w"): {rank: sums(GIVEN["p", rank]) for rank in range(W)}})
-    begin.facts = {rank: {} for rank in range(W)}
-    told = {"ranks": W, "microbatches": 2, "lr": [0.1], "backwards": 2} | facts
-    row = Row(0, {}, {rank: dict(told) for rank in range(W)})
-    for number in range(2):
-        row.values[Key("own", number, "w")] = {rank: sums(GIVEN[f"g{number}", rank]) for rank in range(W)}
+    begin = {key("parameter"): {rank: sums(GIVEN["p", rank]) for rank in range(W)}}
+    row = {key("own", "w", each): {rank: sums(GIVEN[f"g{each}", rank]) for rank in range(W)} for each in range(2)}
     given = {rank: right if gradient is None else gradient(rank, right) for rank in range(W)}
-    row.values[Key("step gradient", 2, "w")] = {rank: sums(each) for rank, each in given.items()}
-    last = GIVEN["p", 0] - right if after is None else after
-    row.values[Key("parameter", 0, "w")] = {rank: sums(last) for rank in range(W)}
-    return Recording((0, 1), {(-1, 0): begin, (0, 0): row})
+    row[key("step gradient", "w", 2)] = {rank: sums(each) for rank, each in given.items()}
+    row[key("parameter")] = dict.fromkeys(range(W), sums(GIVEN["p", 0] - right if after is None else after))
+    told = {"microbatches": 2.0, "lr": 0.1, "backwards": 2.0}
+    numbers = {name: {rank: np.array([each]) for rank in range(W)} for name, each in told.items()}
+    return Recording((0, 1), {(-1, 0): begin, (0, 0): row}, {(-1, 0): {}, (0, 0): numbers})
+
+
+def both(
+    tested: Recording, plain: Recording | None = None, moved: Recording | None = None, **options: Any
+) -> Comparison:
+    return Comparison(tested, plain or run(), moved, ProveOptions(**options))
 
 
 def verdict_on(tested: Recording, plain: Recording | None = None, **options: Any) -> Verdict:
-    return judge(tested, Rounding(plain or run(), None, 8.0), ProveOptions(**options))
+    return judge(both(tested, plain, **options))
 
 
 def test_equal_recordings_are_right() -> None:
@@ -89,9 +88,11 @@ def test_a_parameter_that_no_step_changes_is_named() -> None:
 def test_a_difference_is_measured_in_multiples_of_rounding() -> None:
     moved = run(lambda rank, right: right + 1e-3 * GIVEN["other", 0])
     tested = run(lambda rank, right: right + 2e-3 * GIVEN["other", 1])
-    assert not compare(tested, Rounding(run(), moved, 8.0), None)[0]
-    assert compare(tested, Rounding(run(), moved, 1.0), None)[0]
-    assert math.isfinite(compare(tested, Rounding(run(), moved, 8.0), None)[1]["step gradient"]["w"])
+    loose, strict = both(tested, None, moved), both(tested, None, moved, rtol=1.0)
+    assert not loose.findings()
+    assert strict.findings()
+    assert math.isfinite(loose.times["step gradient"]["w"])
+    assert not math.isfinite(strict.times["step gradient"]["w"])
 
 
 @pytest.mark.parametrize(
@@ -112,11 +113,16 @@ def test_what_became_of_gradients_is_told(gradient: Any, words: str, is_refused:
     assert verdict_on(run(gradient), run(gradient), strict=True).code == is_refused
 
 
+def test_each_rank_averages_with_the_ranks_of_its_own_unit() -> None:
+    experts = run(lambda rank, right: GIVEN["g0", rank] + GIVEN["g1", rank])
+    assert [note.text for note, _ in notes_of(experts)] == ["this rank's own part"]
+    experts.units["w"] = {rank: {"unit": "w", "axes": ["ep"], "sizes": [1], "ranks": [rank]} for rank in range(W)}
+    assert not [*notes_of(experts)]
+
+
 def test_gradients_that_zero_grad_has_not_cleared_are_told() -> None:
-    twice = run()
-    row = run(lambda rank, right: right * 2).rows[0, 0]
-    row.step = 1
-    twice.rows[1, 0] = row
+    twice, other = run(), run(lambda rank, right: right * 2)
+    twice.rows[1, 0], twice.numbers[1, 0] = other.rows[0, 0], other.numbers[0, 0]
     assert [note.text for note, _ in notes_of(twice)] == [
         "gradients of earlier backwards are still in it (zero_grad() was not called after them)"
     ]
@@ -124,16 +130,19 @@ def test_gradients_that_zero_grad_has_not_cleared_are_told() -> None:
 
 def test_buffers_that_differ_between_ranks_are_told() -> None:
     found = run()
-    found.rows[0, 0].values[Key("buffer", 0, "mean")] = {rank: sums(GIVEN["other", rank]) for rank in range(W)}
+    found.rows[0, 0][key("buffer", "mean")] = {rank: sums(GIVEN["other", rank]) for rank in range(W)}
     ((note, is_refused),) = notes_of(found)
     assert (str(note).startswith("step 1  buffer of mean: differs between ranks 0 and 1"), is_refused) == (True, True)
+    found.facts["shares_buffers"] = True
+    assert not [*notes_of(found)]
 
 
 def test_ranks_that_differ_are_named() -> None:
     apart, rates, short = run(), run(), run()
-    apart.rows[0, 0].values[Key("parameter", 0, "w")][1] = sums(GIVEN["other", 0])
-    rates.rows[0, 0].facts[1]["lr"] = [0.2]
-    del short.rows[0, 0].facts[1]
+    apart.rows[0, 0][key("parameter")][1] = sums(GIVEN["other", 0])
+    rates.numbers[0, 0]["lr"][1] = np.array([0.2])
+    for each in short.numbers[0, 0].values():
+        del each[1]
     texts = ["; ".join(map(str, compare_ranks(each))) for each in (apart, rates, short, run())]
     assert texts == [
         "step 1  parameter of w: differs between ranks 0 and 1, which began with the same parameters",
@@ -146,21 +155,26 @@ def test_ranks_that_differ_are_named() -> None:
 def test_ranks_that_began_with_other_parameters_may_differ() -> None:
     experts = run()
     for row in experts.rows.values():
-        row.values[Key("parameter", 0, "w")][1] = sums(GIVEN["other", 0])
+        row[key("parameter")][1] = sums(GIVEN["other", 0])
     assert not [*compare_ranks(experts)]
 
 
 def test_other_data_cannot_be_proven() -> None:
     runs = [run(), run()]
     for each, data in zip(runs, ("p", "other"), strict=True):
-        values = each.rows[0, 0].values
-        each.rows[0, 0].values = {Key("input", 0, "the model"): {0: sums(GIVEN[data, 0])}, **values}
+        each.rows[0, 0] = {key("input", "the model"): {0: sums(GIVEN[data, 0])}, **each.rows[0, 0]}
     found = verdict_on(*runs)
     assert (found.code, "The data differ between the two runs" in found.reason) == (2, True)
 
 
+def test_another_learning_rate_is_a_difference() -> None:
+    other = run()
+    other.numbers[0, 0]["lr"] = dict.fromkeys(range(W), np.array([0.3]))
+    (first,) = verdict_on(other).findings
+    assert str(first) == "step 1  the learning rate: is [0.3], and [0.1] in the reference (on rank 0)"
+
+
 def test_a_recording_without_steps_cannot_be_proven() -> None:
-    empty = Recording((0, 1), {})
-    assert verdict_on(empty).reason == "no optimizer made a step"
-    other = Recording((0, 1), {(0, 0): Row(0, {Key("parameter", 0, "v"): {0: np.ones(13)}}, {0: {}})})
+    assert verdict_on(Recording((0, 1))).reason == "no optimizer made a step"
+    other = Recording((0, 1), {(0, 0): {key("parameter", "v"): {0: np.ones(13)}}}, {(0, 0): {}})
     assert verdict_on(other).reason == "no parameter has the same name in both runs"
