@@ -120,13 +120,15 @@ def _ipv6() -> Iterator[str]:
 
 def own_sockets() -> dict[str, int]:
     """Return the sockets of this process: inode -> descriptor; nothing where there is no /proc."""
-    found: dict[str, int] = {}
+    return dict(_sockets())
+
+
+def _sockets() -> Iterator[tuple[str, int]]:
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{name}")
             if target.startswith("socket:["):
-                found[target[len("socket:[") : -1]] = int(name)
-    return found
+                yield target[len("socket:[") : -1], int(name)
 
 
 _ends = threading.Lock()  # copies that one thread holds would pass for open connections in another
@@ -142,7 +144,7 @@ def ending_what_closes() -> Generator[None, None, None]:
         held = [stack.enter_context(each) for each in _connections()]
         yield
         copies = {each.fileno() for each in held}
-        left = {inode for inode, descriptor in own_sockets().items() if descriptor not in copies}
+        left = {inode for inode, descriptor in _sockets() if descriptor not in copies}
         for each in held:
             if str(os.fstat(each.fileno()).st_ino) not in left and _peer(each):
                 with contextlib.suppress(OSError):  # the peer was faster
