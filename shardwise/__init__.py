@@ -57,6 +57,7 @@ from shardwise.loop.meter import StepMeter
 from shardwise.offload.activations import ActivationPolicy, apply_activations
 from shardwise.offload.fit import MemoryLimit
 from shardwise.offload.optimizer import OffloadReport, OptimizerOffload, offload_report
+from shardwise.offload.sleep import Sleep, asleep
 from shardwise.offload.tiers import DiskOffloadPolicy
 from shardwise.one_host import find_version as _find_version
 from shardwise.optim.sharded_optimizer import ShardedOptimizer
@@ -114,6 +115,7 @@ __all__ = [
     "ShardPlacementResult",
     "ShardedOptimizer",
     "ShardwiseError",
+    "Sleep",
     "Span",
     "StateError",
     "StepError",
@@ -128,6 +130,7 @@ __all__ = [
     "Wire",
     "ZeroRedundancyOptimizer",
     "apply_activations",
+    "asleep",
     "clip_grad_norm_",
     "describe_units",
     "elastic",
