@@ -58,6 +58,7 @@ from shardwise.offload.activations import ActivationPolicy, apply_activations
 from shardwise.offload.disk import DiskOffloadPolicy
 from shardwise.offload.fit import MemoryLimit
 from shardwise.offload.optimizer import OffloadReport, OptimizerOffload, offload_report
+from shardwise.offload.sleep import Sleep, asleep
 from shardwise.one_host import find_version as _find_version
 from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.plan.grouping import UnitRow, UnitTable
@@ -115,6 +116,7 @@ __all__ = [
     "ShardPlacementResult",
     "ShardedOptimizer",
     "ShardwiseError",
+    "Sleep",
     "Span",
     "StateError",
     "StepError",
@@ -132,6 +134,7 @@ __all__ = [
     "Wire",
     "ZeroRedundancyOptimizer",
     "apply_activations",
+    "asleep",
     "clip_grad_norm_",
     "describe_units",
     "elastic",

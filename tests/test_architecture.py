@@ -327,7 +327,7 @@ def test_files_and_functions_are_short() -> None:
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
     "fsdp": 5600,  # with plan and checks 6380; containers.py (136) and loop/trace.py (98) were in it
-    "collectives": 2646,  # of 2800
+    "collectives": 2654,  # of 2800
     "checkpoint": 2470,  # with transaction 2900; issue 62: the removal of one version
     "publish": 564,  # issue 62, which allows 650 with sleep
     "recipes": 2012,  # issue 48: --memory 10; issue 49: --reproducible 50, --elastic 40; issue 57: report 160
@@ -336,7 +336,7 @@ BUDGETS = {
     "optim": 1693,
     "zero": 1048,
     "cli": 1428,  # of which 48 and 49 about 160, 59 and 60 about 65
-    "(top)": 1444,  # with testing 1820, of which reference.py is 177 and containers.py, once in fsdp, 136
+    "(top)": 1448,  # with testing 1820, of which reference.py is 177 and containers.py, once in fsdp, 136
     "transaction": 468,
     "elastic": 1150,  # issue 61, of which under torchrun 234
     "reproducible": 510,  # issue 49
@@ -346,7 +346,7 @@ BUDGETS = {
     "data": 450,  # issue 60
     "prove": 1245,  # issue 59, which allows 650
     "checks": 413,  # of which optimizers 140
-    "offload": 1015,  # of 1200: host tier 500, disk tier 300, activations 200
+    "offload": 1346,  # host tier 500, disk tier 300, activations 200; asleep (issue 62) 331
 }
 
 

@@ -175,6 +175,9 @@ class Link(ABC):
     def abort(self) -> None:
         """Leave the pass after a failure on this rank, and notify the other ranks if the link can."""
 
+    def rest(self) -> None:
+        """Return memory that holds nothing between passes to the system; the next pass takes it again."""
+
     @abstractmethod
     def takes_gather(self, ends: GatherEnds) -> bool:
         """Return True if the link does this all-gather; the same on every rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -53,22 +54,20 @@ class _MapSource:
         self.order, self._dataset, self._options = order, dataset, options
         self._sources: Mapping[str, Any] = dataset.sources if isinstance(dataset, Mixture) else {"": dataset}
         self._digests: dict[str, str] = {}
-        order.lengths, order.weights = self._lengths(), {0: dataset.weights if isinstance(dataset, Mixture) else [1]}
+        self._lengths = [*map(len, self._sources.values())]
+        order.lengths = dict(zip(self._sources, self._lengths, strict=True))
+        order.weights = {0: dataset.weights if isinstance(dataset, Mixture) else [1]}
         if order.drop_last and (len(self._sources) > 1 or len(dataset) < order.batch):
             raise ConfigError(
                 f"Microbatches: drop_last leaves out the end of an epoch that fills no step of {order.batch} samples; found "
                 f"{len(self._sources)} sources of {len(dataset)} samples, expected one dataset of a step or more"
             )
 
-    def _lengths(self) -> dict[str, int]:
-        return {name: len(each) for name, each in self._sources.items()}
-
     def check(self) -> None:
-        """Raise StateError if the dataset has another length than it had."""
-        if (found := self._lengths()) != self.order.lengths:
+        """Raise StateError if a dataset has another length than it had."""
+        if (found := [*map(len, self._sources.values())]) != self._lengths:
             raise StateError(
-                f"Microbatches: the dataset has {sum(found.values())} samples, and had {sum(self.order.lengths.values())} when "
-                "Microbatches was made; a dataset must keep its samples"
+                f"Microbatches: the dataset has {sum(found)} samples, and had {sum(self._lengths)} when it was given; keep them"
             )
 
     def identity(self) -> dict[str, Any]:
@@ -157,30 +156,34 @@ def _unchanged(batch: Any) -> Any:
 
 @dataclass(slots=True)
 class _Reading:
-    """A source that is being read by this rank; ``at``: the microbatch that comes next, counted over all steps."""
+    """A source that is read by a rank, ``num_batches`` per step.
+
+    ``step``: the one that comes next; NaN, which equals no number, within a step.  ``world``: the process group of the ranks.
+    """
 
     batches: Iterator[Any]
-    own: range
-    at: int
+    num_batches: int
+    step: float
+    world: Callable[[], object]
 
 
 class StepSampler(Sampler[list[int]]):
     """The samples of one rank's microbatches of some steps, as a ``batch_sampler`` of a DataLoader; it serves once."""
 
     def __init__(self, order: SampleOrder, steps: range, own: range) -> None:
-        self._order, self._steps, self._own, self._is_used = order, steps, own, False
+        self._order, self.steps, self._own, self.is_used = order, steps, own, False
 
     def __len__(self) -> int:
-        return len(self._steps) * len(self._own)
+        return len(self.steps) * len(self._own)
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self._is_used:
+        if self.is_used:
             raise UsageError(
-                f"Microbatches: the sampler of steps {self._steps.start} to {self._steps.stop} is used a second time, which "
+                f"Microbatches: the sampler of steps {self.steps.start} to {self.steps.stop} is used a second time, which "
                 "would give the same samples again; make another for the steps that follow"
             )
-        self._is_used = True
-        for _, samples in islice(self._order.microbatches(self._steps.start, self._own), len(self)):
+        self.is_used = True
+        for _, samples in islice(self._order.microbatches(self.steps.start, self._own), len(self)):
             yield samples
 
 
@@ -239,8 +242,9 @@ class Microbatches:
         kind: Any = _StreamSource if callable(dataset) and not hasattr(dataset, "__getitem__") else _MapSource
         self._source: _MapSource | _StreamSource = kind(dataset, order, loader)
         self._mesh = mesh
-        self._compared: Callable[[], object] = lambda: None
+        self._world: Callable[[], object] = lambda: None  # whose ranks have compared their data
         self._reading: _Reading | None = None
+        self._sampler: StepSampler | None = None  # of the user's own DataLoader
 
     def of_step(self, number: int) -> Iterator[Any]:
         """Yield this rank's microbatches of step ``number``, as collated.
@@ -248,36 +252,31 @@ class Microbatches:
         Steps that follow each other are read ahead by workers.  Another step, such as one that is made again, is read at once;
         of streams, the last step and the next one, and others after a new read from their beginning.
         """
-        check_whole("number", number, 0)
-        own = self._own()
+        reading = self._reading  # the steps of a run that nothing happens to need no more than this
+        if reading is None or reading.step != number or reading.world() is not dist.group.WORLD:
+            check_whole("number", number, 0)
+            own, self._reading = self._own(), None  # ends its workers
+            reading = self._reading = _Reading(self._source.read(number, own), len(own), math.nan, self._world)
         self._source.check()
-        begin = number * self.num_microbatches + own.start
-        if self._reading is None or (self._reading.own, self._reading.at) != (own, begin):
-            self._reading = None  # ends its workers
-            self._reading = _Reading(self._source.read(number, own), own, begin)
-        reading, last = self._reading, begin + len(own) - 1
-        for at in range(begin, last + 1):
-            if self._reading is not reading or reading.at != at:
-                raise UsageError(f"Microbatches: the loop over of_step({number}) was left for another; end one first")
-            reading.at += 1
-            try:
-                batch = next(reading.batches)
-            except BaseException as error:
-                self._reading = None
-                if str(error).startswith("DataLoader worker (pid"):
-                    raise StateError(
-                        f"Microbatches: a worker of the DataLoader has died in step {number}, microbatch "
-                        f"{at % self.num_microbatches}: {error}. of_step({number}) reads the step again"
-                    ) from error
-                raise
-            if at == last:
-                self.step, reading.at = number + 1, begin + self.num_microbatches
+        reading.step = math.nan
+        try:
+            yield from islice(reading.batches, reading.num_batches - 1)
+            if self._reading is not reading:
+                raise UsageError(f"Microbatches: the loop over of_step({number}) was left; end one before another")
+            batch = next(reading.batches)
+            reading.step = self.step = number + 1
             yield batch
+        except RuntimeError as error:
+            if str(error).startswith("DataLoader worker (pid"):
+                text = f"Microbatches: a worker of the DataLoader has died in step {number}: {error}. of_step() reads it again"
+                raise StateError(text) from error
+            raise
 
     def batch_sampler(self, steps: range, rank: int | None = None, num_ranks: int = 1) -> StepSampler:
         """Return the samples of ``rank`` (default: this rank) in ``steps``, for a loop that has a DataLoader of its own.
 
-        ``DataLoader(dataset, batch_sampler=data.batch_sampler(range(begin, end)))`` has one batch per microbatch.
+        ``DataLoader(dataset, batch_sampler=data.batch_sampler(range(begin, end)))`` has one batch per microbatch.  Set
+        :attr:`step` before a save: a DataLoader reads ahead of the loop.
         Raises: UsageError for streams, which have no sample numbers; ConfigError for steps that do not follow each other.
         """
         if not self._source.order.lengths:
@@ -285,7 +284,8 @@ class Microbatches:
         if steps.step != 1 or steps.start < 0:
             raise ConfigError(f"Microbatches.batch_sampler: steps are {steps}, expected range(begin, end) from 0 on")
         own = self._own() if rank is None else own_microbatches(self.num_microbatches, rank, num_ranks)
-        return StepSampler(self._source.order, steps, own)
+        self._sampler = StepSampler(self._source.order, steps, own)
+        return self._sampler
 
     def set_weights(self, number: int, weights: Mapping[str, float]) -> None:
         """Let the sources of a mixture have other weights from step ``number`` on; the state has the change.
@@ -302,7 +302,16 @@ class Microbatches:
         self._reading = None  # workers may have read beyond the step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, what identifies the data, and of streams the states that this rank has, by microbatch."""
+        """Return the position, what identifies the data, and of streams the states that this rank has, by microbatch.
+
+        Raises: StateError if only a DataLoader of the user's own knows the position.
+        """
+        own = self._sampler
+        if own is not None and own.is_used and self.step <= own.steps.start:
+            steps = f"{own.steps.start} to {own.steps.stop}"
+            raise StateError(
+                f"Microbatches: a DataLoader of your own reads steps {steps}, and the step is {self.step}: set data.step first"
+            )
         identity = self._source.identity()
         return {"step": self.step, "identity": identity, "streams": {}, **self._source.state(self.step)}
 
@@ -325,15 +334,15 @@ class Microbatches:
 
     def _own(self) -> range:
         """Return the microbatches of this rank.  The first call on a process group compares the data of its ranks."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return own_microbatches(self.num_microbatches, 0, 1)
         mesh, world = self._mesh, dist.group.WORLD
-        ranks = range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist()
+        if world is None:
+            return own_microbatches(self.num_microbatches, 0, 1)
+        ranks = range(world.size()) if mesh is None else mesh.mesh.flatten().tolist()
         own = own_microbatches(self.num_microbatches, ranks.index(dist.get_rank()), len(ranks))
-        if self._compared() is not world and dist.get_backend() != "fake":
-            groups = [world] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
-            self._compare(groups)
-            self._compared = weakref.ref(world) if world is not None else self._compared
+        if self._world() is not world and dist.get_backend() != "fake":
+            self._compare([world] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)])
+        ref = weakref.ref(world)
+        self._world = lambda: ref() or ref  # a group that is gone is not no group
         return own
 
     def _compare(self, groups: list[Any]) -> None:

@@ -124,6 +124,10 @@ class FlatBucket:
             self._pack(index)
         return bool(away)
 
+    def has_moved(self) -> None:
+        """Take the addresses that shards have now, all in one section: their storages were given memory elsewhere."""
+        self._packed = [(param.local.untyped_storage(), _place_of(param.local)) for param in self.params]
+
     def move_to_shared_memory(self) -> None:
         """Move the section to shared memory that local peers can read, if a transport provides any."""
         self._storage = replace(self._storage, is_shared=True)

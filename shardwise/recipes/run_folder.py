@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise import Reproducible
+from shardwise import Microbatches, Reproducible
 from shardwise.checkpoint import DamagedCheckpointError, RandomState, load, save
 from shardwise.checkpoint.contents import decode
 from shardwise.checkpoint.files import Files, read_manifest
@@ -141,6 +141,8 @@ def load_newest(folder: Path, entries: Mapping[str, Any]) -> Resumed:
     Raises: ConfigError on every rank, before any change, if there is none, or if it has other parameters.
     """
     progress: dict[str, Any] = {}
+    if (found := list_checkpoints(folder)) and not _has_data(found[-1]):
+        entries = {name: entry for name, entry in entries.items() if name != "data"}
     try:
         loaded = load(folder, {**entries, _PROGRESS: progress}, fallback=True)
     except DamagedCheckpointError as error:
@@ -150,9 +152,19 @@ def load_newest(folder: Path, entries: Mapping[str, Any]) -> Resumed:
     return Resumed(loaded.path, progress_from_json(progress), loaded.skipped)
 
 
-def entries_of(model: nn.Module, optimizer: Optimizer, fixed: Reproducible | None) -> dict[str, Any]:
+def _has_data(checkpoint: Path) -> bool:
+    """Return False for a checkpoint of an earlier version; a damaged one is named by the load."""
+    try:
+        return "data" in read_manifest(Files(), checkpoint).values
+    except CheckpointError:
+        return True
+
+
+def entries_of(
+    model: nn.Module, optimizer: Optimizer, fixed: Reproducible | None, data: Microbatches
+) -> dict[str, Any]:
     """Return the entries of a checkpoint, except the progress.  ``model``: the unwrapped one."""
-    found = {"model": model, "optimizer": optimizer, "random": RandomState()}
+    found = {"model": model, "optimizer": optimizer, "random": RandomState(), "data": data}
     return found if fixed is None else {**found, "reproducible": fixed}
 
 

@@ -172,16 +172,16 @@ def build_trainer(run: TrainRun, ranks: RunRanks, memory_bytes: int | None = Non
     fixed = None
     if config.reproducible:
         fixed = Reproducible(model, optimizer, num_microbatches=config.reproducible, seed=config.seed)
-    resumed = None
-    if run.checkpoint is not None:
-        resumed = load_newest(run.checkpoints, entries_of(strategy.plain(model), optimizer, fixed))
-        run = replace(run, checkpoint=resumed.checkpoint, done=resumed.done)
     text = run.folder / "text"
     context, itemsize = config.model.context, run.facts.itemsize
     train, validation = (open_windows(text / name, context, itemsize) for name in ("train.bin", "validation.bin"))
     count = config.reproducible or ranks.num_data_ranks * config.accumulate
     options: dict[str, Any] = {"seed": config.seed, "mesh": meshes.data, "collate_fn": lambda both: both}
     data = Microbatches(train, num_microbatches=count, microbatch_size=config.batch // count, **options)
+    resumed = None
+    if run.checkpoint is not None:
+        resumed = load_newest(run.checkpoints, entries_of(strategy.plain(model), optimizer, fixed, data))
+        run = replace(run, checkpoint=resumed.checkpoint, done=resumed.done)
     damaged = resumed.skipped if resumed else ()
     peak = "peak GPU memory" if ranks.device.type == "cuda" else "peak of the process (all)"
     numbers = num_parameters, unsharded, HtmlReport(run, unsharded, peak), damaged
@@ -396,7 +396,7 @@ def save(trainer: Trainer, done: int) -> None:
     if any(trainer.ranks.highest([int(is_broken)])):
         raise _diverged(trainer, done, "parameters are not finite")
     progress = RunProgress(done, done * config.batch, config.model, trainer.num_parameters)
-    entries = entries_of(trainer.strategy.plain(trainer.model), trainer.optimizer, trainer.fixed)
+    entries = entries_of(trainer.strategy.plain(trainer.model), trainer.optimizer, trainer.fixed, trainer.data)
     start_saving(trainer.run.checkpoints, progress, entries, config.keep, wait=trainer.memory is not None)
 
 
@@ -502,7 +502,7 @@ def train_elastic(start: Start, config: TrainConfig, device: torch.device, liste
         if ranks.is_first:
             opened.enter_context(lock_run(folder))
         trainer = build_trainer(run_from_json(told, config), ranks)
-        return entries_of(trainer.strategy.plain(trainer.model), trainer.optimizer, trainer.fixed)
+        return entries_of(trainer.strategy.plain(trainer.model), trainer.optimizer, trainer.fixed, trainer.data)
 
     def step(run: ElasticRun, **_: Any) -> None:
         nonlocal trainer, steps, run_log, outcome

@@ -14,7 +14,8 @@ from helpers.forked_commands import run_forked, start_forked
 from helpers.forked_ranks import run_script
 from helpers.runs import copy_cut_back, metrics_of, write_text
 
-from shardwise.checkpoint.files import Files, verify
+from shardwise.checkpoint.contents import decode
+from shardwise.checkpoint.files import Files, read_manifest, verify
 
 
 def _losses(run: Path) -> list[tuple[object, object, object]]:
@@ -48,6 +49,12 @@ def test_it_trains_and_leaves_a_complete_run_folder(trained: tuple[Path, Ended])
     assert losses["validation"][-1] < 0.8 * config["text"]["unigram_nats"] < losses["validation"][0]
     assert "tokens/s" in ended.out
     assert "optimizer state" in ended.out
+
+
+def test_the_data_is_an_entry_of_each_checkpoint(trained: tuple[Path, Ended]) -> None:
+    for step in (10, 15, 20):
+        manifest = read_manifest(Files(), trained[0] / "checkpoints" / f"step-000000{step}")
+        assert decode(manifest.values["data"], "data")["step"] == step
 
 
 def test_the_config_file_of_a_run_repeats_it(trained: tuple[Path, Ended], tmp_path: Path) -> None:

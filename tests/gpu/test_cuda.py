@@ -21,6 +21,7 @@ from shardwise import (
     ShardedOptimizer,
     WeightPublisher,
     WeightReader,
+    asleep,
     checkpoint,
     full_tensors,
     fully_shard,
@@ -186,6 +187,30 @@ def test_a_step_leaves_no_memory_behind(door: str, precision: MixedPrecisionPoli
         torch.cuda.synchronize()
         held.append(torch.cuda.memory_allocated())
     assert held[-1] == held[-2] == held[-3]
+
+
+@pytest.mark.parametrize("to", ["host", "disk"])
+@on_ranks(1, 2, backend="nccl", fresh=True)
+def test_memory_is_free_while_a_run_sleeps_and_its_bits_stay(to: str, tmp_path: Path) -> None:
+    device, losses = on_gpu(), list[list[float]]()
+    for sleeps in (False, True):
+        model = build().to(device)
+        optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-3), list[float]()
+        for number in range(6):
+            loss = model(torch.full((8, 256), number / 7, device=device)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+            del loss
+            if sleeps:
+                before = torch.cuda.memory_allocated(device)
+                with asleep(model, optimizer, to="host" if to == "host" else tmp_path) as slept:
+                    left = torch.cuda.memory_allocated(device)
+                    assert left < 0.1 * before, (left, before, slept)
+        losses.append(found)
+        del model, optimizer
+    assert losses[0] == losses[1]
 
 
 @on_ranks(1, 2, backend="nccl", fresh=True)

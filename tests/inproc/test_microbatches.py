@@ -190,7 +190,7 @@ def test_a_dataset_that_changes_its_length_is_named() -> None:
     data = Microbatches(rows, num_microbatches=2, microbatch_size=2)
     list(data.of_step(0))
     del rows[5:]
-    with pytest.raises(StateError, match="the dataset has 5 samples, and had 9 when"):
+    with pytest.raises(StateError, match="the dataset has 5 samples, and had 9 when it was given"):
         list(data.of_step(1))
 
 
@@ -212,7 +212,7 @@ def test_a_worker_that_dies_is_named_and_the_step_can_be_read_again() -> None:
     dataset = Deadly()
     data = Microbatches(dataset, num_microbatches=2, microbatch_size=2, num_workers=1, collate_fn=len)
     with pytest.raises(
-        StateError, match=r"a worker of the DataLoader has died in step 3, microbatch 0: .*of_step\(3\) reads"
+        StateError, match=r"a worker of the DataLoader has died in step 3: .*of_step\(\) reads it again"
     ):
         list(data.of_step(3))
     dataset.is_deadly = False
@@ -317,8 +317,31 @@ def test_a_loop_that_was_left_for_another_does_not_go_on() -> None:
     left = data.of_step(0)
     next(left)
     list(data.of_step(1))
-    with pytest.raises(UsageError, match=r"the loop over of_step\(0\) was left for another"):
-        next(left)
+    with pytest.raises(UsageError, match=r"the loop over of_step\(0\) was left; end one before"):
+        list(left)
+
+
+def test_a_save_beside_a_loader_that_only_the_loop_follows_is_refused_without_its_step() -> None:
+    data = make("map")
+    loader = torch.utils.data.DataLoader(range(LENGTH), batch_sampler=data.batch_sampler(range(2, 5)))  # pyright: ignore
+    assert data.state_dict()["step"] == 0
+    for number, _ in enumerate(loader, 1):
+        if number == V:
+            break
+    with pytest.raises(
+        StateError, match="a DataLoader of your own reads steps 2 to 5, and the step is 0: set data.step"
+    ):
+        data.state_dict()
+    data.step = 3
+    assert data.state_dict()["step"] == 3
+
+
+def test_a_step_that_is_no_number_is_refused_within_a_step_too() -> None:
+    data = make("map")
+    next(data.of_step(0))
+    for wrong in (-1, None, 0.5):
+        with pytest.raises((ConfigError, ArgumentTypeError)):
+            next(data.of_step(wrong))  # pyright: ignore[reportArgumentType]
 
 
 def test_arguments_are_checked_by_name() -> None:

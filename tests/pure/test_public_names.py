@@ -56,6 +56,7 @@ FOR_USERS = {
     "RunDigests": "begin end end_microbatch",
     "ShardPlacementResult": "mesh_info placement",
     "ShardedOptimizer": f"{_OPTIMIZER} blank_state_dict full_state_dict named_params",
+    "Sleep": "held num_bytes",
     "Span": "begin_s end_s lane num_bytes seconds unit what",
     "StepError": "kind place rank text",
     "Strategy": "DDP HFSDP HSDP ZERO1 ZERO2 ZERO3",

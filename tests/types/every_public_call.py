@@ -52,6 +52,7 @@ from shardwise import (
     ShardedOptimizer,
     ShardPlacementResult,
     ShardwiseError,
+    Sleep,
     Span,
     StateError,
     StepError,
@@ -69,6 +70,7 @@ from shardwise import (
     Wire,
     ZeroRedundancyOptimizer,
     apply_activations,
+    asleep,
     clip_grad_norm_,
     describe_units,
     elastic,
@@ -271,6 +273,13 @@ def is_reproducible(model: FSDPModule, optimizer: torch.optim.Optimizer, data: T
     print(prove("train.py", ranks=2, args=["--small"]).notes)
     print(fixed.step, fixed.clip_grad_norm_(1.0, norm_type=2.0, error_if_nonfinite=False))
     return fixed.sum(losses)
+
+
+def sleeps(model: FSDPModule, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    slept: Sleep
+    with asleep(model, optimizer, to="host") as slept, asleep(model, to=Path("folder")):
+        print(slept.num_bytes)
+    return slept.held
 
 
 def reads(dataset: torch.utils.data.Dataset[Tensor], mesh: DeviceMesh) -> int:

@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 import functools
+import mmap
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,7 +17,15 @@ from dataclasses import dataclass
 import torch
 
 from shardwise import torch_private
-from shardwise.collectives.host.local_peers import CLOSED, FIRST_FREE, NUM_WORDS, ArenaPlace, HostGroup, LocalPeers
+from shardwise.collectives.host.local_peers import (
+    CLOSED,
+    FIRST_FREE,
+    HEADER_BYTES,
+    NUM_WORDS,
+    ArenaPlace,
+    HostGroup,
+    LocalPeers,
+)
 from shardwise.collectives.protocol import (
     BucketEnds,
     GatherEnds,
@@ -538,6 +547,11 @@ class HostLink(Link):
         self.outbox.abort()
         self._sums.forget()
         self.local_peers.abort()
+
+    def rest(self) -> None:
+        host = self.sections.host
+        segment = host.segments[host.rank]
+        segment.mapping.madvise(mmap.MADV_REMOVE, HEADER_BYTES, segment.num_bytes - HEADER_BYTES)
 
     # ---- collectives ----
 

@@ -1,0 +1,127 @@
+"""Time and memory of ``Microbatches`` beside torch's DataLoader with its own sampler, over the same rows.
+
+Both read 12 microbatches per step, in one process that is a rank of a process group, in turns of 20 steps: torch's, ours,
+torch's again.  ``ratio``: the time of ours / that of torch's; ``noise``: that of the second of torch's / the first.  CPU
+time of the process, since others may be using the machine; with workers, time.  ``memory_bytes``: what the process has grown
+by after its first steps.  ``far``: the time to the first batch at step 10^6 / that at step 0.
+
+Run: python benchmarks/data.py [--steps 25000] [--size 8] [--width 1024] [--workers 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import DataLoader, TensorDataset
+
+from shardwise import Microbatches, Mixture
+
+NUM_ROWS, NUM_MICROBATCHES, TURN, WARM_UP = 20_000, 12, 20, 25
+Step = Callable[[int], None]
+
+
+def torchs(dataset: Any, size: int, num_workers: int) -> Step:
+    loader = DataLoader(dataset, batch_size=size, shuffle=True, num_workers=num_workers, drop_last=True)
+
+    def epochs() -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    batches = epochs()
+
+    def step(number: int) -> None:
+        for _ in islice(batches, NUM_MICROBATCHES):
+            pass
+
+    return step
+
+
+def ours(dataset: Any, size: int, num_workers: int) -> Step:
+    data = Microbatches(dataset, num_microbatches=NUM_MICROBATCHES, microbatch_size=size, num_workers=num_workers)
+
+    def step(number: int) -> None:
+        for _ in data.of_step(number):
+            pass
+
+    return step
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def compare(dataset: Any, args: argparse.Namespace) -> dict[str, float]:
+    """Return the ratios of times, microseconds per batch, and the bytes by which the process has grown."""
+    clock = time.perf_counter if args.workers else time.process_time
+    makers = torchs, ours, torchs
+    steps = [make(dataset, args.size, args.workers) for make in makers]
+    seconds: list[list[float]] = [[], [], []]
+    memory = 0
+    for turn in range(args.steps // TURN + WARM_UP):
+        if turn == WARM_UP:
+            gc.collect()
+            seconds, memory = [[], [], []], resident_bytes()
+        for step, found in zip(steps, seconds, strict=True):
+            start = clock()
+            for number in range(turn * TURN, turn * TURN + TURN):
+                step(number)
+            found.append(clock() - start)
+    grown = resident_bytes() - memory
+    first, own, second = map(sum, seconds)  # no medians: numbers of samples are made in blocks, torch's once per epoch
+    per_batch = 1e6 / NUM_MICROBATCHES / TURN / len(seconds[0])
+    return {
+        "ratio": 2 * own / (first + second),
+        "noise": second / first,
+        "ours_us": own * per_batch,
+        "torch_us": first * per_batch,
+        "memory_bytes": grown,
+    }
+
+
+def far(dataset: Any, args: argparse.Namespace) -> float:
+    """Return the median time to the first batch at step 10^6 / that at step 0."""
+
+    def first(step: int) -> float:
+        data = Microbatches(dataset, num_microbatches=NUM_MICROBATCHES, microbatch_size=args.size)
+        data._own()  # pyright: ignore[reportPrivateUsage]  compares a hundred samples, at any step
+        start = time.process_time()
+        next(data.of_step(step))
+        return time.process_time() - start
+
+    return statistics.median(first(10**6) / first(0) for _ in range(101))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=25_000)
+    parser.add_argument("--size", type=int, default=8)
+    parser.add_argument("--width", type=int, default=1024, help="numbers of a sample")
+    parser.add_argument("--workers", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    rows = TensorDataset(torch.zeros(NUM_ROWS, args.width))
+    both = {
+        "a": (TensorDataset(torch.zeros(NUM_ROWS, args.width)), 0.7),
+        "b": (TensorDataset(torch.zeros(999, args.width)), 0.3),
+    }
+    mixture = Mixture(both)
+    for name, dataset in (("map", rows), ("mixture", mixture)):
+        found = compare(dataset, args)
+        print(json.dumps({"data": name, **found, "far": far(dataset, args)}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
