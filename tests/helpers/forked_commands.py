@@ -131,6 +131,7 @@ def _run_command(
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     launch._start = _fork_rank  # pyright: ignore
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, which a suite may run under, a command ignores hangups
     _run_main(words, environment)
 
 
