@@ -480,6 +480,8 @@ TRICKS: dict[Trick, dict[str, str]] = {
         "wrap_forward_method.forward_method": "register_fsdp_forward_method of FSDP2's API, which the user calls",
         "ShardedOptimizer.__getattr__.method": "methods of the optimizer inside, which read synced options",
         "clip_mixed_by.clip_grad_norm_": "see clip_mixed_by",
+        "clip_mixed_by.get_total_norm": "its first half, which it calls by whatever name it was imported",
+        "clip_mixed_by.clip_grads_with_norm_": "its second half",
     },
 }
 
