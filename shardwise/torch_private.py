@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import functools
 import math
@@ -118,6 +119,18 @@ def refuse_reads(storage: torch.UntypedStorage, words: str) -> None:
     """
     if can_refuse_reads():
         _refuse_reads(storage, words)
+
+
+class ReportedStorage(torch.UntypedStorage):
+    """A storage of which reports of memory read 0 bytes at 0 while :func:`refuse_reads` forbids reads."""
+
+    def data_ptr(self) -> int:
+        """Return the address, 0 without memory, as torch's own storages of no bytes do."""
+        return super().data_ptr() if self.nbytes() else 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle a copy that is a storage of torch's: it recognizes these by their class alone."""
+        return copy.copy, (torch.UntypedStorage(self.nbytes(), device=self.device).copy_(self),)
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:

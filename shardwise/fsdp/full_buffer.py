@@ -28,7 +28,7 @@ class FullBuffer:
         """Make a buffer without memory; ``aliases_shards``: it needs none, since the full parameters are the shards."""
         self._pooled: PooledBuffer | None = None
         self.aliases_shards = self.has_memory = aliases_shards
-        self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        self._storage = torch_private.ReportedStorage(0, device=device)
         # Without this, a kernel that reads the storage while it has no memory crashes the process.
         if not aliases_shards:
             torch_private.refuse_reads(self._storage, _RESHARDED)

@@ -6,8 +6,10 @@ import copy
 import functools
 import gc
 import inspect
+import io
 import weakref
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -169,6 +171,25 @@ def test_what_has_no_memory_raises_where_it_is_read_and_is_ordinary_when_it_has_
     private.swap_storage(storage, bare)
     _READS[read](tensor)
     assert tensor.shape == (4, 6)
+
+
+def test_reports_of_memory_read_that_a_storage_has_none_and_it_pickles_as_one_of_torch() -> None:
+    tensor, reported = torch.arange(4.0), private.ReportedStorage(0, device=torch.device("cpu"))
+    private.refuse_reads(reported, "gone")
+    alias = torch.empty(0).set_(reported)
+    assert alias.untyped_storage() is reported
+    private.swap_storage(reported, tensor.untyped_storage())
+    alias.set_(reported, 0, (4,), (1,))
+    assert alias.untyped_storage().data_ptr() == alias.data_ptr() > 0
+    file = io.BytesIO()
+    torch.save([alias, reported], file)
+    for found in (ForkingPickler.loads(ForkingPickler.dumps(reported)), copy.deepcopy(reported)):
+        assert type(found) is torch.UntypedStorage
+        assert torch.equal(torch.empty(0).set_(found, 0, (4,), (1,)), torch.arange(4.0))
+    private.swap_storage(reported, tensor.untyped_storage())
+    assert (alias.untyped_storage().data_ptr(), alias.untyped_storage().nbytes()) == (0, 0)
+    with pytest.raises(RuntimeError, match=r"Cannot access data pointer|gone"):
+        alias.sum()
 
 
 def test_holders_of_a_storage_are_counted() -> None:
