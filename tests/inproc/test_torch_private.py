@@ -176,15 +176,15 @@ def test_what_has_no_memory_raises_where_it_is_read_and_is_ordinary_when_it_has_
 def test_reports_of_memory_read_that_a_storage_has_none_and_it_pickles_as_one_of_torch() -> None:
     tensor, reported = torch.arange(4.0), private.ReportedStorage(0, device=torch.device("cpu"))
     private.refuse_reads(reported, "gone")
-    alias = torch.empty(0).set_(reported)
-    assert alias.untyped_storage() is reported
     private.swap_storage(reported, tensor.untyped_storage())
-    alias.set_(reported, 0, (4,), (1,))
+    alias = torch.empty(0).set_(reported, 0, (4,), (1,))
+    assert alias.untyped_storage() is reported
     assert alias.untyped_storage().data_ptr() == alias.data_ptr() > 0
     file = io.BytesIO()
     torch.save([alias, reported], file)
-    for found in (ForkingPickler.loads(ForkingPickler.dumps(reported)), copy.deepcopy(reported)):
-        assert type(found) is torch.UntypedStorage
+    sent = ForkingPickler.loads(ForkingPickler.dumps(reported))
+    assert type(sent) is torch.UntypedStorage
+    for found in (sent, copy.deepcopy(reported)):
         assert torch.equal(torch.empty(0).set_(found, 0, (4,), (1,)), torch.arange(4.0))
     private.swap_storage(reported, tensor.untyped_storage())
     assert (alias.untyped_storage().data_ptr(), alias.untyped_storage().nbytes()) == (0, 0)
