@@ -618,10 +618,10 @@ def clip_mixed_by(
     def get_total_norm(
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
-        given = _as_list(tensors)
+        given, order = _as_list(tensors), float(norm_type)
         meshes = _meshes_of(given)
-        if len(meshes) > 1 or (math.isinf(norm_type) and meshes not in ({None}, set())):
-            return norm_of(given, float(norm_type), error_if_nonfinite)
+        if len(meshes) > 1 or (math.isinf(order) and meshes not in ({None}, set())):
+            return norm_of(given, order, error_if_nonfinite)
         return total_norm_of(given, norm_type, error_if_nonfinite, foreach)
 
     @functools.wraps(scale_by)
