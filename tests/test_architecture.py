@@ -321,16 +321,16 @@ def test_files_and_functions_are_short() -> None:
 
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
-    "fsdp": 5925,  # with plan and checks 6660, of which issue 57 about 240
+    "fsdp": 5955,  # with plan and checks 6660, of which issue 57 about 270
     "collectives": 2650,  # of 2800
     "checkpoint": 2468,  # with transaction 2900
     "recipes": 2025,  # issue 48: --memory 10; issue 49: --reproducible 50, --elastic 40; issue 57: report 160
-    "consistency": 1821,  # issue 49: what hosts of an elastic run exchange
-    "planner": 1457,  # issue 48: 65 for what a rank measures, blocks that keep activations, and your optimizer's state
+    "consistency": 1825,  # issue 49: what hosts of an elastic run exchange
+    "planner": 1460,  # issue 48: 65 for what a rank measures, blocks that keep activations, and your optimizer's state
     "optim": 1704,
     "zero": 1050,
     "cli": 1406,  # of which 48 and 49 about 160, 59 and 60 about 65
-    "(top)": 1320,  # with testing 1500, of which reference.py is 177
+    "(top)": 1352,  # of which reference.py is 177; issue 57: both halves of torch's clipping 20, reports of memory 8
     "transaction": 467,
     "elastic": 705,  # issue 49, part 2: on one host 521, several hosts 190
     "reproducible": 510,  # issue 49
@@ -340,7 +340,7 @@ BUDGETS = {
     "data": 450,  # issue 60
     "prove": 1520,  # issue 59, which allows 650
     "checks": 420,  # of which optimizers 85, steps of other ranks 66
-    "offload": 1015,  # of 1200: host tier 500, disk tier 300, activations 200
+    "offload": 1043,  # of 1200: host tier 500, disk tier 300, activations 200; a limit without inputs 28
 }
 
 
