@@ -631,7 +631,7 @@ def clip_mixed_by(
         params = _as_list(parameters)
         check(params)
         gradients = [param.grad for param in params if param.grad is not None]
-        if gradients and _meshes_of(gradients) != _meshes_of([total_norm]):
+        if len(_meshes_of(gradients) | (_meshes_of([total_norm]) - {None})) > 1:
             scale(gradients, float(max_norm), total_norm)
         else:
             scale_by(params, max_norm, total_norm, foreach)
