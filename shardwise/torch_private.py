@@ -680,31 +680,66 @@ def draw_as_one_process(draws_as_torch: Callable[[], bool]) -> None:
         handlers.update(dict.fromkeys(_DRAWS_ELSEWHERE, _draw_elsewhere))
 
 
-def clip_mixed_by(clip: Callable[..., torch.Tensor], before: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
-    """Use ``clip`` in ``torch.nn.utils.clip_grad_norm_`` where torch's own raises, or leaves other ranks waiting.
+def clip_mixed_by(
+    norm_of: Callable[[Sequence[torch.Tensor], float, bool], torch.Tensor],
+    scale: Callable[[Sequence[torch.Tensor], float, torch.Tensor], None],
+    before: Callable[[Sequence[Any]], Sequence[Any]],
+    check: Callable[[Sequence[Any]], None],
+) -> None:
+    """Use ``norm_of`` and ``scale`` in ``torch.nn.utils`` where torch's own raise, or leave other ranks waiting.
 
     That is for DTensors on several meshes or beside plain gradients, and for the maximum norm, of which empty shards have none.
-    ``before(parameters)`` returns the parameters that have the gradients.
+    ``before(parameters)`` returns the parameters that have the gradients; ``check(parameters)`` refuses others.
 
-    The function is public, but is replaced in its modules, once.
+    The functions are public, but are replaced in their modules, once.  ``clip_grad_norm_`` looks its two halves up there, also
+    if a program has imported it by name before.
 
-    Why: torch's own clips nothing while a unit is unsharded, hangs where ranks diverge, refuses mixed meshes.  Until torch's
-    own takes these.
+    Why: torch's own clip nothing while a unit is unsharded, hang where ranks diverge, refuse mixed meshes.  Until torch's own
+    take these.
     """
-    original = torch.nn.utils.clip_grad_norm_
-    if hasattr(original, "shardwise_clip"):
+    of_torch = torch.nn.utils
+    clip, total_norm_of, scale_by = of_torch.clip_grad_norm_, of_torch.get_total_norm, of_torch.clip_grads_with_norm_
+    if hasattr(clip, "shardwise_clip"):
         return
 
-    @functools.wraps(original)
-    def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
-        params = before([parameters] if isinstance(parameters, torch.Tensor) else list(parameters))
+    @functools.wraps(clip)
+    def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return clip(before(_as_list(parameters)), *args, **kwargs)
+
+    @functools.wraps(total_norm_of)
+    def get_total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> torch.Tensor:
+        given, order = _as_list(tensors), float(norm_type)
+        meshes = _meshes_of(given)
+        if len(meshes) > 1 or (math.isinf(order) and meshes not in ({None}, set())):
+            return norm_of(given, order, error_if_nonfinite)
+        return total_norm_of(given, norm_type, error_if_nonfinite, foreach)
+
+    @functools.wraps(scale_by)
+    def clip_grads_with_norm_(
+        parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
+    ) -> None:
+        params = _as_list(parameters)
+        check(params)
         gradients = [param.grad for param in params if param.grad is not None]
-        meshes = {each.device_mesh if isinstance(each, DTensor) else None for each in gradients}
-        is_max = math.isinf(kwargs.get("norm_type", args[0] if args else 2.0)) and meshes != {None}
-        return (clip if is_max or len(meshes) > 1 else original)(params, max_norm, *args, **kwargs)
+        if len(_meshes_of(gradients) | (_meshes_of([total_norm]) - {None})) > 1:
+            scale(gradients, float(max_norm), total_norm)
+        else:
+            scale_by(params, max_norm, total_norm, foreach)
 
     clip_grad_norm_.shardwise_clip = clip  # pyright: ignore[reportAttributeAccessIssue]
     torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_
+    torch.nn.utils.get_total_norm = torch.nn.utils.clip_grad._get_total_norm = get_total_norm
+    torch.nn.utils.clip_grads_with_norm_ = torch.nn.utils.clip_grad._clip_grads_with_norm_ = clip_grads_with_norm_
+
+
+def _as_list(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _meshes_of(tensors: Iterable[torch.Tensor]) -> set[DeviceMesh | None]:
+    return {each.device_mesh if isinstance(each, DTensor) else None for each in tensors}
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

@@ -326,17 +326,17 @@ def test_files_and_functions_are_short() -> None:
 
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
-    "fsdp": 5600,  # with plan and checks 6380; containers.py (136) and loop/trace.py (98) were in it
+    "fsdp": 5640,  # with plan and checks 6380; containers.py (136) and loop/trace.py (98) were in it
     "collectives": 2654,  # of 2800
     "checkpoint": 2470,  # with transaction 2900; issue 62: the removal of one version
     "publish": 564,  # issue 62, which allows 650 with sleep
     "recipes": 2012,  # issue 48: --memory 10; issue 49: --reproducible 50, --elastic 40; issue 57: report 160
-    "consistency": 1816,  # issue 49: what hosts of an elastic run exchange
-    "planner": 1457,  # issue 48: 65 for what a rank measures, blocks that keep activations, and your optimizer's state
+    "consistency": 1822,  # issue 49: what hosts of an elastic run exchange
+    "planner": 1460,  # issue 48: 65 for what a rank measures, blocks that keep activations, and your optimizer's state
     "optim": 1693,
     "zero": 1048,
     "cli": 1428,  # of which 48 and 49 about 160, 59 and 60 about 65
-    "(top)": 1448,  # with testing 1820, of which reference.py is 177 and containers.py, once in fsdp, 136
+    "(top)": 1480,  # with testing 1820, of which reference.py is 177 and containers.py, once in fsdp, 136
     "transaction": 468,
     "elastic": 1150,  # issue 61, of which under torchrun 234
     "reproducible": 510,  # issue 49
@@ -346,7 +346,7 @@ BUDGETS = {
     "data": 450,  # issue 60
     "prove": 1245,  # issue 59, which allows 650
     "checks": 413,  # of which optimizers 140
-    "offload": 1346,  # host tier 500, disk tier 300, activations 200; asleep (issue 62) 331
+    "offload": 1375,  # host tier 500, disk tier 300, activations 200; a limit without inputs 28; asleep (issue 62) 331
 }
 
 
@@ -486,6 +486,8 @@ TRICKS: dict[Trick, dict[str, str]] = {
         "wrap_forward_method.forward_method": "register_fsdp_forward_method of FSDP2's API, which the user calls",
         "ShardedOptimizer.__getattr__.method": "methods of the optimizer inside, which read synced options",
         "clip_mixed_by.clip_grad_norm_": "see clip_mixed_by",
+        "clip_mixed_by.get_total_norm": "its first half, which it calls by whatever name it was imported",
+        "clip_mixed_by.clip_grads_with_norm_": "its second half",
     },
 }
 

@@ -87,8 +87,9 @@ class StoreExchange:
         return tuple(rank for rank in range(self.size) if rank != self.rank)
 
     def post(self, what: str, text: str) -> None:
-        """Post this rank's ``what``."""
-        self.store.set(f"{self.prefix}/{what}/{self.rank}", text)
+        """Post this rank's ``what``; "place#number": at a place that rounds share, with the number of this one."""
+        place, _, number = what.partition("#")
+        self.store.set(f"{self.prefix}/{place}/{self.rank}", f"{number} {text}" if number else text)
 
     def gather(
         self, topic: str, text: str, is_enough: Callable[[Mapping[int, str]], bool] | None = None
@@ -96,37 +97,38 @@ class StoreExchange:
         """Return the texts of all ranks in their next round about ``topic``, the same on all ranks.
 
         Texts are missing, so that :meth:`absent` names their ranks, if ranks are gone or late, or if ``is_enough``
-        accepted fewer.  The previous round is deleted, so that long runs do not fill the store.
-        Cost: the first rank reads all texts, and the others read what it has found.
+        accepted fewer.  Rounds use two places in turn, so that long runs do not fill the store: a rank that posts in a
+        round has read all of the last one, so no rank that is in time still reads the one before.
+        Cost: the first rank reads the texts of the others, and these read what it has found.
         """
         self.rounds[topic] += 1
         number = self.rounds[topic]
-        what, last = f"{topic}/{number}", f"{topic}/{number - 1}"
+        what, everything = (f"{topic}/{number % 2}{each}#{number}" for each in ("", "/all"))
         self.post(what, text)
-        if not self.rank:
-            found = self.collect(what, range(self.size), None, is_enough)
-            self.post(f"{what}/all", json.dumps(found))
-            self._delete(f"{last}/all")  # every rank had read it before it posted in this round
-        else:
-            found = self._gathered(what, is_enough)
-        self._delete(last)
+        if self.rank:
+            return self._gathered(what, everything, is_enough)
+
+        def with_own(found: Mapping[int, str]) -> bool:
+            return is_enough is not None and is_enough({0: text, **found})
+
+        found = {0: text, **self.collect(what, self.peers(), None, with_own)}
+        self.post(everything, json.dumps(found))
         return found
 
-    def _gathered(self, what: str, is_enough: Callable[[Mapping[int, str]], bool] | None) -> dict[int, str]:
+    def _gathered(
+        self, what: str, everything: str, is_enough: Callable[[Mapping[int, str]], bool] | None
+    ) -> dict[int, str]:
         """Return what the first rank has found, or what there is of the others if the first rank does not come."""
         near = [rank for rank in self.peers() if abs(rank - self.rank) <= _NEAR]
         # The first rank finds out who is missing, so the others wait longer than it does.
-        answer = self.collect(f"{what}/all", [0], self.timeout_s + GRACE_S, is_enough, near)
+        answer = self.collect(everything, [0], self.timeout_s + GRACE_S, is_enough, near)
         found = {} if answer else self.collect(what, range(self.size), 0.0)
         if 0 in found and (len(found) == self.size or not self.gone(near)):
             # One has ended after it posted, or the first rank is on another host, from which it does not see who is gone.
-            answer = self.collect(f"{what}/all", [0], GRACE_S, is_enough)
+            answer = self.collect(everything, [0], GRACE_S, is_enough)
         if not answer:
             return {rank: text for rank, text in found.items() if rank or len(found) < self.size}
         return {int(rank): text for rank, text in json.loads(answer[0]).items()}
-
-    def _delete(self, what: str) -> None:
-        self.store.delete(f"{self.prefix}/{what}/{self.rank}")
 
     def collect(
         self,
@@ -204,8 +206,13 @@ class StoreExchange:
         return f"{gone_in_words(self.notes, gone)}; {waited}. {look_next()}"
 
     def peek(self, what: str, rank: int) -> str | None:
-        """Return what the member number ``rank`` has posted, None if there is nothing."""
-        return self.store.peek(f"{self.prefix}/{what}/{rank}")
+        """Return what the member number ``rank`` has posted, None if there is nothing, or another round."""
+        place, _, number = what.partition("#")
+        text = self.store.peek(f"{self.prefix}/{place}/{rank}")
+        if not number or text is None:
+            return text
+        of_round, _, text = text.partition(" ")
+        return text if of_round == number else None
 
 
 def open_exchange(group: dist.ProcessGroup, topic: str) -> StoreExchange:
@@ -272,14 +279,14 @@ class MismatchCheck:
         self._agreed: dict[str, None] = {}  # digests of plans, the newest last
         self.groups: list[dist.ProcessGroup] = []  # those that the engine uses
 
-    def check_plan(self, calls: Sequence[str], left_order: str = "") -> None:
+    def check_plan(self, calls: Sequence[str], left_order: str = "", again: bool = False) -> None:
         """Raise DesyncError on every rank unless all ranks have planned the same ``calls``.
 
-        Plans that ranks have agreed on before are not compared again.  ``left_order``: how this rank has deviated.
+        Plans that ranks have agreed on before are not compared ``again``.  ``left_order``: how this rank has deviated.
         """
         text = json.dumps(["collectives in a step", *calls])
         digest = _digest([text])
-        if digest not in self._agreed:
+        if again or digest not in self._agreed:
             why = f", which has changed its order of units: {left_order}" * bool(left_order)
             within = f"within {self._exchange.timeout_s:g} s of rank {self.rank}{why}"
             self._compare("plan", text, lambda others: f"{others} did not finish a step {within}")

@@ -136,7 +136,7 @@ def statuses_in_words(statuses: Sequence[RankStatus]) -> str:
         >>> first = RankStatus(0, "a.py:3", "f()", "rank 1", {"e": {"forward": 4}}, {"e": "forward"}, 30.0)
         >>> statuses_in_words([first, RankStatus(1, "a.py:9", "save()", "", {"e": {"forward": 3}}, {}, 29.0)])
         'rank 0 is in its 4th forward (a.py:3, waits for rank 1, for 30 s); rank 1 is in save() after its 3rd forward (a.py:9, \
-for 29 s): they ran different numbers of forwards'
+for 29 s): they ran different numbers of forwards, which `with Join([model]):` allows'
     """
     is_join = any(each.call == _JOIN_EXIT for each in statuses)  # numbers of passes may differ there
     track, kind = ("", "") if is_join else _difference(statuses)
@@ -149,7 +149,9 @@ for 29 s): they ran different numbers of forwards'
         parts.append(f"{format_ranks([each.rank for each in same])} {_what(longest, track, kind, len(same) > 1)}")
     if is_join:
         parts[-1] += ": ranks that have left a Join serve forwards, backwards and steps only; make other calls after it"
-    return "; ".join(parts) + (f": they ran different numbers of {kind}s" if kind else "")
+    # Most often one rank has more batches.
+    unlike = f": they ran different numbers of {kind}s, which `with Join([model]):` allows" if kind else ""
+    return "; ".join(parts) + unlike
 
 
 def _difference(statuses: Sequence[RankStatus]) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from shardwise import torch_private
 from shardwise.collectives.owned import sum_of
 from shardwise.errors import ConfigError, StateError, UsageError
 from shardwise.fsdp.engine import live_engines
+from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.roots import serve_others
 
 
@@ -21,9 +22,25 @@ def shards_of(params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return ``params``, whose gradients are clipped next; those of units that are unsharded as shards, which have these."""
     refuse_fixed_sums(params)
     serve_others(params)
+    shards = _shards_of_full()
+    return [shards[id(param)].sharded if id(param) in shards else param for param in params] if shards else params
+
+
+def _shards_of_full() -> dict[int, ShardedParam]:
     units = [unit for engine in live_engines for unit in engine.units if unit.has_copies]
-    shards = {id(form): p.sharded for unit in units for p in unit.params for form in (p.full, p.registered_form)}
-    return [shards.get(id(param), param) for param in params] if shards else params
+    return {id(form): p for unit in units for p in unit.params for form in (p.full, p.registered_form)}
+
+
+def refuse_full(params: Sequence[torch.Tensor]) -> None:
+    """Raise StateError for full parameters of ``params``, which have no gradient to scale if their shards have one."""
+    refuse_fixed_sums(params)
+    shards = _shards_of_full()
+    for p in (shards[id(param)] for param in params if param.grad is None and id(param) in shards):
+        if p.sharded.grad is not None:
+            raise StateError(
+                f"{p.fqn} is unsharded, so its gradient is that of its shard: nothing was clipped. Call model.reshard() "
+                "before, or shardwise.clip_grad_norm_"
+            )
 
 
 def refuse_fixed_sums(params: Sequence[torch.Tensor]) -> None:
@@ -98,10 +115,15 @@ class Limit:
         return torch.maximum(left, right) if self.is_max else left + right
 
     def hold(self, power: torch.Tensor, tensors: Sequence[torch.Tensor], dtypes: Iterable[torch.dtype]) -> torch.Tensor:
-        """Scale ``tensors`` in place to the limit; return their norm before, from its ``power`` over all ranks.
+        """Scale ``tensors`` in place to the limit; return their norm before, :meth:`norm` of ``power``."""
+        norm = self.norm(power, dtypes)
+        self.scale(tensors, norm)
+        return norm
 
-        The norm is float32 unless one of the gradients' ``dtypes`` is wider.  Raises: StateError, with nothing scaled, if
-        ``error_if_nonfinite`` and the norm is not finite.
+    def norm(self, power: torch.Tensor, dtypes: Iterable[torch.dtype]) -> torch.Tensor:
+        """Return the norm from its ``power`` over all ranks: float32, unless one of the gradients' ``dtypes`` is wider.
+
+        Raises: StateError if ``error_if_nonfinite`` and the norm is not finite.
         """
         norm = power if self.is_max else power ** (1.0 / self.norm_type)
         norm = norm if {torch.float64, torch.complex128} & set(dtypes) else norm.float()
@@ -110,13 +132,16 @@ class Limit:
                 f"The total norm of order {self.norm_type} for gradients from `parameters` is non-finite ({norm.item()}), "
                 "so it cannot be clipped. Look for the cause, or set `error_if_nonfinite=False` to scale by it anyway"
             )
+        return norm
+
+    def scale(self, tensors: Sequence[torch.Tensor], norm: torch.Tensor) -> None:
+        """Scale ``tensors``, whose total norm is ``norm``, in place to the limit."""
         coefficient = torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
         alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for tensor in tensors:
             alike.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
         for (device, dtype), scaled in alike.items():
             torch_private.scale_all(scaled, coefficient.to(device, dtype.to_real()))
-        return norm
 
 
 def clip_grad_norm_(
@@ -242,5 +267,15 @@ def _groups(places: list[DeviceMesh | dist.ProcessGroup]) -> list[dist.ProcessGr
     return _groups_of(largest)
 
 
-# When shardwise is imported, since user code may then import torch's function by name.
-torch_private.clip_mixed_by(clip_grad_norm_, shards_of)
+def _total_norm(gradients: Sequence[torch.Tensor], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+    parts, limit = [part_of(each) for each in gradients], Limit(math.inf, norm_type, error_if_nonfinite)
+    return limit.norm(_power_over_ranks(parts, limit, parts[0].local.device), [each.dtype for each in gradients])
+
+
+def _scale(gradients: Sequence[torch.Tensor], max_norm: float, total_norm: torch.Tensor) -> None:
+    norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
+    Limit(max_norm).scale([torch_private.local_of(each) for each in gradients], norm)
+
+
+# When shardwise is imported, since user code may then import torch's functions by name.
+torch_private.clip_mixed_by(_total_norm, _scale, shards_of, refuse_full)

@@ -61,6 +61,7 @@ class ExecOrderTracker:
         self._planned_from: MadeFrom = self.budget, ()
         self.known = KnownPlans()
         self._left_order = ""
+        self._num_left = 0  # how often the running step has left its plan
         self.is_aside = False
 
     def adopt(self, units: Sequence[Unit]) -> None:
@@ -92,7 +93,7 @@ class ExecOrderTracker:
         if not aside:
             self._entries = []
             self._follows_plan = self.diverges or self.plan is not None
-            self.uncompared = ""
+            self.uncompared, self._num_left = "", 0
 
     def forget(self) -> None:
         """Drop the order of a failed step."""
@@ -131,9 +132,12 @@ class ExecOrderTracker:
         self._entries.append(OrderEntry(number, event))
         name = self.units[expected[position].unit].name if position < len(expected) else "end of step"
         self._left_order = f"expected {unit_in_words(name)}, found {unit_in_words(unit.name)}"
-        self.uncompared = f"{self._left_order} to {event.value}"
-        # Before the collective that follows: ranks which deviate in different ways would hang in it.
-        if self.gathers:
+        self._num_left += 1
+        if self._num_left == 1 or not self.gathers:
+            self.uncompared = f"{self._left_order} to {event.value}"
+        # Before the collective that follows: ranks which deviate in different ways would hang in it.  If this step goes on by
+        # another plan and leaves that, too, its end compares all of it.
+        if self.gathers and self.uncompared:
             self.compare_deviation()
         branch = self.known.find_branch(self._entries, self._made_from())
         self._follows_plan = branch is not None
@@ -195,21 +199,22 @@ class ExecOrderTracker:
         order, made_from = ExecutionOrder(tuple(self._entries)), self._made_from()
         known = self.known.find(order, made_from, self.plan)
         if known is None:
-            known = self.known.add(self._agreed_plan(order), made_from)
+            known = self.known.add(plan_step(order, self.facts(), self.budget), made_from)
+            self._agree_on(known.plan)
+        elif self._num_left > 1 and self.gathers:
+            self._agree_on(known.plan)
         self._left_order, following = "", self.known.end_step(known)
         if following.plan is not self.plan:
             self._take(following.plan, following.made_from)
 
-    def _agreed_plan(self, order: ExecutionOrder) -> StepPlan:
-        plan = plan_step(order, self.facts(), self.budget)
+    def _agree_on(self, plan: StepPlan) -> None:
         if self.mismatch_check is not None:
             replicas = [unit for unit in self.units if unit.settings.axes.num_replicas > 1]
             apart = {unit.name for unit in replicas if not unit.policy.syncs_replicas}
             calls = [call for call in plan.calls if call.op in (Op.UNSHARD, Op.REDUCE)]
             alone = [" without its replicas" if c.op is Op.REDUCE and c.unit in apart else "" for c in calls]
             shown = [f"{c.op.value} of {unit_in_words(c.unit)}{each}" for c, each in zip(calls, alone, strict=True)]
-            self.mismatch_check.check_plan(shown, self._left_order)
-        return plan
+            self.mismatch_check.check_plan(shown, self._left_order, again=self._num_left > 1 and self.gathers)
 
     def _made_from(self) -> MadeFrom:
         return self.budget, tuple([unit.policy for unit in self.units])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -11,6 +14,18 @@ from shardwise.fsdp.param import ShardedParam
 from shardwise.layout import row_major
 
 _RESHARDED = "This tensor shared memory with a full parameter, which was resharded since: keep clone() of it."
+
+
+class ReportedStorage(torch.UntypedStorage):
+    """A storage of which reports of memory read 0 bytes at 0 while reads are refused (``torch_private.refuse_reads``)."""
+
+    def data_ptr(self) -> int:
+        """Return the address, 0 without memory, as torch's own storages of no bytes do."""
+        return super().data_ptr() if self.nbytes() else 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle a copy that is a storage of torch's: it recognizes these by their class alone."""
+        return copy.copy, (torch.UntypedStorage(self.nbytes(), device=self.device).copy_(self),)
 
 
 class FullBuffer:
@@ -28,7 +43,7 @@ class FullBuffer:
         """Make a buffer without memory; ``aliases_shards``: it needs none, since the full parameters are the shards."""
         self._pooled: PooledBuffer | None = None
         self.aliases_shards = self.has_memory = aliases_shards
-        self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        self._storage = ReportedStorage(0, device=device)
         # Without this, a kernel that reads the storage while it has no memory crashes the process.
         if not aliases_shards:
             torch_private.refuse_reads(self._storage, _RESHARDED)

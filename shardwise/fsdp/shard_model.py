@@ -118,6 +118,10 @@ class MemoryPolicy(Protocol):
         ...
 
 
+# Makes the policy of a limit in bytes; filled when shardwise is imported, since ``fsdp`` may not import ``offload``.
+memory_policies: list[Callable[[int | str], MemoryPolicy]] = []
+
+
 @explains_arguments
 def shard_model(
     model: nn.Module,
@@ -133,7 +137,7 @@ def shard_model(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     compression: CompressionPolicy | None = None,
     sync_module_states: bool = False,
-    memory: MemoryPolicy | None = None,
+    memory: MemoryPolicy | int | str | None = None,
 ) -> FSDPModule:
     """Call :func:`fully_shard` on the repeated blocks of ``model``, several small ones in one unit, and on ``model``.
 
@@ -164,7 +168,8 @@ def shard_model(
             ``output_dtype`` of ``mp_policy`` applies to the outputs of ``model`` only; activations between blocks stay in the
             compute dtype.
         ignored_params, dp_mesh_dims, compression, sync_module_states: as for :func:`fully_shard`, for all units.
-        memory: a :class:`MemoryLimit`, with which a step fits into so much memory.
+        memory: a :class:`MemoryLimit`, with which a step fits into so much memory; or "8 GiB", or bytes: one without inputs,
+            which plans in the first training forward.
 
     Returns: ``model``, its class mixed with :class:`FSDPModule`.
 
@@ -187,8 +192,8 @@ def shard_model(
     modules_in(model, "shard_model")
     strategy = None if strategy is None else Strategy(strategy)
     if memory is not None:
-        hint = "since a plan needs the inputs of a microbatch, too"
-        check_kind("shard_model: memory", memory, MemoryPolicy, f"MemoryLimit({memory!r}, (batch, length)), {hint}")
+        memory = memory_policies[0](memory) if isinstance(memory, int | str) else memory
+        check_kind("shard_model: memory", memory, MemoryPolicy, "bytes, a text such as '8 GiB', or a MemoryLimit")
         mesh = mesh if mesh is not None else default_mesh()
         name = (strategy or Strategy.ZERO3).value
         offload_policy = memory.fit(model, mesh, name, min_unit_bytes, mp_policy) or offload_policy

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from shardwise import torch_private
 from shardwise.arguments import check_kind, explains_fields
 from shardwise.collectives.buffer_pool import limit_heap
 from shardwise.consistency.agreement import open_store_gather
@@ -22,7 +23,7 @@ from shardwise.containers import tensors_in
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes, parse_size
 from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from shardwise.fsdp.shard_model import blocks_of
+from shardwise.fsdp.shard_model import blocks_of, memory_policies
 from shardwise.offload.activations import ActivationPolicy, apply_activations
 from shardwise.offload.disk import DiskOffloadPolicy
 from shardwise.offload.optimizer import OffloadedStep, OptimizerOffload
@@ -34,6 +35,7 @@ from shardwise.planner.hardware import (
     Loss,
     MakeOptimizer,
     default_loss,
+    empty_copy,
     measured,
     this_host,
 )
@@ -52,7 +54,8 @@ class MemoryLimit:
 
     Args:
         limit: bytes of a rank, on CPU with those of its process, or a text: "8 GiB".
-        inputs, loss: of one microbatch of a rank, as for :func:`plan`.
+        inputs, loss: of one microbatch of a rank, as for :func:`plan`.  Without inputs, as ``shard_model(memory="8 GiB")`` has
+            none, the first training forward plans for its own, and only blocks that recompute can be chosen.
         folder: on a local disk that may have them, on CPU ranks; None: they stay in memory.
         accumulate: microbatches of a step.
         optimizer: as in :class:`Choices`; a plan takes its state as it is, and never chooses a smaller one.
@@ -68,7 +71,7 @@ class MemoryLimit:
     """
 
     limit: int | str
-    inputs: Sequence[object] | tuple[int, int]
+    inputs: Sequence[object] | tuple[int, int] = ()
     loss: Loss = default_loss
     folder: str | None = None
     accumulate: int = 1
@@ -78,6 +81,13 @@ class MemoryLimit:
 
     def __post_init__(self) -> None:
         check_kind("MemoryLimit: inputs", self.inputs, Sequence, "(batch, length), or a tuple of the model's arguments")
+        if (self._num_bytes() or 0) < 1:
+            raise ConfigError(f"MemoryLimit({self.limit!r}); expected bytes, or a text such as '8 GiB'")
+        if self.folder is not None and not self.inputs:
+            raise ConfigError("MemoryLimit: where state is on a disk is decided before the first forward: give inputs")
+
+    def _num_bytes(self) -> int | None:
+        return parse_size(self.limit) if isinstance(self.limit, str) else self.limit
 
     def fit(
         self, model: nn.Module, mesh: DeviceMesh, strategy: str, min_unit_bytes: int, precision: MixedPrecisionPolicy
@@ -86,36 +96,63 @@ class MemoryLimit:
 
         Raises: ConfigError on every rank if nothing fits.
         """
-        limit = parse_size(self.limit) if isinstance(self.limit, str) else self.limit
-        if limit is None or limit < 1 or mesh.ndim > 1 or strategy not in UNIT_STRATEGIES:
+        if mesh.ndim > 1 or strategy not in UNIT_STRATEGIES:
             raise ConfigError(
-                f"MemoryLimit({self.limit!r}) for {strategy} on a mesh of {mesh.ndim} axes; expected bytes or a text such as "
-                "'8 GiB', and zero3, zero2 or ddp on one axis"
+                f"MemoryLimit({self.limit!r}) for {strategy} on a mesh of {mesh.ndim} axes; expected zero3, zero2 or ddp on "
+                "one axis"
             )
         choices = Choices(
             strategies=(strategy,),
             unit_bytes=(min_unit_bytes,),
             keep_blocks=True,
-            offload=(False,) if mesh.device_type == "cpu" else (False, True),
+            offload=(False,) if mesh.device_type == "cpu" or not self.inputs else (False, True),
             disk=self.folder is not None,
             precision="bf16" if precision.param_dtype == torch.bfloat16 else "fp32",
             accumulate=self.accumulate,
             optimizer=self.optimizer,
         )
 
-        def plan_for(hardware: Hardware | str) -> Plan:
-            return plan(model, self.inputs, mesh.size(), hardware=hardware, loss=self.loss, choices=choices)
-
         if mesh.device_type == "cpu":
             limit_heap()  # a plan counts no holes in the heap
+        dtype = precision.param_dtype or torch.float32
+        if self.inputs:
+            return self._choose(model, model, mesh, choices, dtype)
+        twin = empty_copy(model)
+
+        def before_forward(module: nn.Module, given: tuple[object, ...], named: Mapping[str, object]) -> None:
+            if not torch.is_grad_enabled():
+                return
+            if named or not given:
+                raise ConfigError(
+                    f"MemoryLimit({self.limit!r}): the first forward has arguments by keyword ({', '.join(named)}), and a plan "
+                    f"takes them in order: memory=MemoryLimit({self.limit!r}, inputs, loss=)"
+                )
+            self.inputs = torch_private.map_tensors(lambda each: each.to("meta"), given)
+            self._choose(twin, module, mesh, choices, dtype)
+            in_forward.remove()
+
+        torch_private.skip_frames(before_forward, "MemoryLimit plans")
+        in_forward = model.register_forward_pre_hook(before_forward, with_kwargs=True, prepend=True)
+        return None
+
+    def _choose(
+        self, planned: nn.Module, model: nn.Module, mesh: DeviceMesh, choices: Choices, dtype: torch.dtype
+    ) -> OffloadPolicy | None:
+        """Plan a step of ``planned``, and let blocks of ``model``, the same or sharded, recompute as the plan says."""
+
+        def plan_for(hardware: Hardware | str) -> Plan:
+            return plan(planned, self.inputs, mesh.size(), hardware=hardware, loss=self.loss, choices=choices)
+
         plan_for("cpu")  # so that this process has loaded what a step loads
-        tensors = [*model.parameters(), *model.buffers()]
+        tensors = map(torch_private.local_of, [*model.parameters(), *model.buffers()])
         own = sum(each.numel() * each.element_size() for each in tensors if each.device.type == "cpu")
         gather = open_store_gather(mesh.get_group(), "memory of ranks")
         gather.call("")  # so that ranks measure at the same time
-        texts = gather.call(json.dumps(measured(precision.param_dtype or torch.float32, own, self.folder)))
+        texts = gather.call(json.dumps(measured(dtype, own, self.folder)))
         figures = [min(each) for each in zip(*map(json.loads, texts), strict=True)]
+        limit = self._num_bytes() or 0
         self.plan = plan_for(this_host(mesh.device_type, mesh.size(), limit, figures))
+        _logger.info("MemoryLimit(%s): %s", format_bytes(limit), self.plan.why())
         if self.plan.best is None:
             raise ConfigError(f"MemoryLimit({format_bytes(limit)}): {self.plan.why()}")
         best, self.offload = self.plan.best.setting, None
@@ -160,3 +197,6 @@ class MemoryLimit:
 
 def _largest(values: object) -> int:
     return max((each.numel() for each in tensors_in(values)), default=0)
+
+
+memory_policies.append(MemoryLimit)

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import inspect
 import json
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import astuple
@@ -24,7 +23,7 @@ from shardwise.arguments import check_kind
 from shardwise.checks.optimizers import after_optimizer_step, before_optimizer_step
 from shardwise.consistency.agreement import open_exchange
 from shardwise.consistency.store import Sketch, are_threads, sample_of
-from shardwise.errors import ArgumentTypeError, ConfigError, TransportError
+from shardwise.errors import ArgumentTypeError, ConfigError, StateError, TransportError
 from shardwise.fsdp.clip import Limit, Part, clip_parts, part_of, refuse_fixed_sums
 from shardwise.observe import note
 from shardwise.optim.elementwise import ElementwiseStep, SummedStep, empty_states
@@ -66,8 +65,6 @@ from shardwise.optim.whole_matrix import WholeMatrixStep
 
 # ---- Plain parameters whose gradients nothing averages: the model was sharded by no API, and each rank trains one of its own.
 
-logger = logging.getLogger(__name__)
-
 _SAMPLE_NUMEL = 4096  # of each gradient
 _MOST_STEPS = 64  # after which ranks have begun at other times, and are not compared
 
@@ -83,8 +80,7 @@ def has_only_plain(params: Iterable[torch.Tensor]) -> bool:
 def compare_gradients(params: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Compare the gradients of a rank's first step with those of the next rank, without waiting for it; advance in each step.
 
-    Ranks may have parameters of their own (stages, experts, local steps), even with the same names and shapes, so
-    gradients that differ are no error.
+    Parameters of other names or shapes, such as those of stages, are not compared.  Raises: StateError if gradients differ.
     """
     while (mine := _sketch_of(params)) is None:
         yield
@@ -103,12 +99,12 @@ def compare_gradients(params: Mapping[str, torch.Tensor]) -> Iterator[None]:
     names, sketch = json.loads(text)
     theirs = Sketch(*sketch)
     if names == mine[0] and not mine[1].distance(theirs) <= mine[1].tolerance:
-        logger.warning(
-            "ShardedOptimizer: the gradients of plain parameters differ between ranks (at the first step: of norm %.6g on "
-            "rank %d and %.6g on rank %d), and nothing averages them, so that each rank trains a model of its own. Call "
-            "fully_shard or replicate on the model before the optimizer is made, or wrap it in DistributedDataParallel. "
-            "Ranks that are to have parameters of their own (stages, experts, local steps) need nothing",
-            *(mine[1].norm, exchange.rank, theirs.norm, other),
+        raise StateError(
+            "ShardedOptimizer: the gradients of plain parameters differ between ranks (at the first step: of norm "
+            f"{mine[1].norm:.6g} on rank {exchange.rank} and {theirs.norm:.6g} on rank {other}), and nothing averages them, so "
+            "each rank trains a model of its own. Call fully_shard or replicate on the model before the optimizer is made, or "
+            "wrap it in DistributedDataParallel. Parameters that each rank is to train alone (experts, local steps) need no "
+            "ShardedOptimizer: use the class of torch.optim itself"
         )
 
 

@@ -234,12 +234,12 @@ def measured(dtype: torch.dtype, own_bytes: int, folder: str | None) -> list[flo
 
     They are: the negative bytes of its process (but ``own_bytes``), after it has loaded what a step loads; floating-point
     operations per second of a matrix product in ``dtype``; bytes per second of an operation in memory; both with results in
-    pages that are new; bytes per second of the disk with ``folder``.
+    pages that are new; bytes per second of the disk with ``folder``.  Tensors are small: a plan takes no memory.
     """
-    rows, weight = (torch.ones(size, dtype=dtype, device="cpu") for size in ((1 << 13, 512), (512, 1024)))
+    rows, weight = (torch.ones(size, dtype=dtype, device="cpu") for size in ((1 << 11, 512), (512, 512)))
     F.gelu(rows[:64] @ weight.requires_grad_()).sum().backward()
-    flops_per_s = 2 * 2 * rows.numel() * weight.shape[1] / timeit(lambda: rows @ weight.detach(), number=2)
-    bytes_per_s = 2 * 2 * rows.nbytes / timeit(lambda: F.gelu(rows), number=2)
+    flops_per_s = 16 * 2 * rows.numel() * weight.shape[1] / timeit(lambda: rows @ weight.detach(), number=16)
+    bytes_per_s = 8 * 2 * rows.nbytes / timeit(lambda: F.gelu(rows), number=8)
     process = resident_bytes() - own_bytes - rows.nbytes
     return [-process, flops_per_s, bytes_per_s, _measured_disk(folder)]
 
@@ -263,10 +263,11 @@ def _measured_disk(folder: str | None, num_bytes: int = 1 << 25) -> float:
     """Return bytes per second of the disk with ``folder``: one file is written and synchronized, then read."""
     if folder is None:
         return math.inf
-    data, began = os.urandom(num_bytes), time.perf_counter()
+    block, began = os.urandom(1 << 20), time.perf_counter()
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(data)
+            for _ in range(num_bytes >> 20):
+                file.write(block)
             os.fsync(file.fileno())
             if hasattr(os, "posix_fadvise"):  # so that the reads are the disk's, not the page cache's
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -560,6 +561,16 @@ class TensorSplit:
     plan: Mapping[str, ParallelStyle]
 
 
+def empty_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of ``model`` on the meta device."""
+    twins: dict[int, object] = {}
+    for each in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
+        is_param = isinstance(each, nn.Parameter)
+        twins[id(each)] = nn.Parameter(empty, requires_grad=each.requires_grad) if is_param else empty
+    return copy.deepcopy(model, twins)
+
+
 @contextmanager
 def split_copy(model: nn.Module, blocks: Sequence[str], split: TensorSplit) -> Generator[nn.Module, None, None]:
     """Yield a copy of ``model`` on the meta device whose ``blocks`` are split, as the first of ``split.ranks`` ranks has it.
@@ -571,12 +582,7 @@ def split_copy(model: nn.Module, blocks: Sequence[str], split: TensorSplit) -> G
             "tensor parallelism is planned in a process group of its own, and this process has one: plan before "
             "init_process_group(), or in another process (shardwise plan)"
         )
-    twins: dict[int, object] = {}
-    for each in (*model.parameters(), *model.buffers()):
-        empty = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
-        is_param = isinstance(each, nn.Parameter)
-        twins[id(each)] = nn.Parameter(empty, requires_grad=each.requires_grad) if is_param else empty
-    twin = copy.deepcopy(model, twins)
+    twin = empty_copy(model)
     with torch_private.fake_world(split.ranks):
         mesh = init_device_mesh("cpu", (split.ranks,), mesh_dim_names=("tp",))
         for path in blocks[1:]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -111,3 +112,26 @@ def test_a_forward_that_reads_what_another_module_has_kept_raises_and_the_next_s
             model(batch(0))
     model[1].others.clear()
     model(batch(0)).sum().backward()
+
+
+def _report() -> tuple[int, int]:
+    """Return the bytes of all storages, and how many have none, as tools do that walk over all objects."""
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    storages = [each.untyped_storage() for each in tensors]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values()), sum(
+        not each.nbytes() for each in storages
+    )
+
+
+@on_ranks(2)
+def test_a_report_of_memory_inside_forward_reads_that_resharded_parameters_have_none() -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    found: list[tuple[int, int]] = []
+    for block in model:
+        fully_shard(block)
+        block.register_forward_pre_hook(lambda *_: found.append(_report()))
+    fully_shard(model)
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+    assert len(found) == 6
+    assert all(held > 0 and freed > 0 for held, freed in found[1:])

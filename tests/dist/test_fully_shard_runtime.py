@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import weakref
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.compare import full
 from helpers.inside import Recorder, engine_of, start_peak
 from helpers.models import Block, batch_for
 from helpers.ranks import FOUR, on_ranks
@@ -20,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardwise import FSDPModule, StateError, fully_shard, replicate, set_default_transport
+from shardwise import DesyncError, FSDPModule, StateError, fully_shard, replicate, set_default_transport
 from shardwise.collectives.routes import Transport
 from shardwise.consistency.agreement import StoreExchange
 from shardwise.observe import Op
@@ -375,11 +379,9 @@ class Heads(nn.Module):
         return self.heads[head](self.trunk(data))
 
 
-@on_ranks(2)
-def test_two_heads_in_turn_are_prefetched_and_ask_no_other_rank() -> None:
-    model = Heads()
-    for module in (model.trunk, *model.heads[0], *model.heads[1], model):
-        fully_shard(module)
+@contextmanager
+def counted_rounds() -> Generator[list[str]]:
+    """Yield the topics of what this rank asks the others over the store."""
     asked: list[str] = []
     gather = StoreExchange.gather
 
@@ -388,6 +390,15 @@ def test_two_heads_in_turn_are_prefetched_and_ask_no_other_rank() -> None:
         return gather(self, topic, *given)
 
     with mock.patch.object(StoreExchange, "gather", counted):
+        yield asked
+
+
+@on_ranks(2)
+def test_two_heads_in_turn_are_prefetched_and_ask_no_other_rank() -> None:
+    model = Heads()
+    for module in (model.trunk, *model.heads[0], *model.heads[1], model):
+        fully_shard(module)
+    with counted_rounds() as asked:
         for number in range(8):
             engine, before = engine_of(model) if number else None, len(asked)
             plan, recorder = (None, None) if engine is None else (engine.exec_order.plan, Recorder(engine))
@@ -397,3 +408,49 @@ def test_two_heads_in_turn_are_prefetched_and_ask_no_other_rank() -> None:
                 assert recorder is not None
                 assert len(asked) == before
                 assert tuple(recorder.calls) == plan.calls, "gathered ahead as planned"
+
+
+class Depths(nn.Module):
+    """Blocks, of which each forward runs some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(8)])
+
+    def forward(self, data: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
+        for depth in depths:
+            data = data + self.blocks[depth](data)
+        return data
+
+
+@on_ranks(2)
+def test_a_new_order_of_units_asks_other_ranks_twice_a_step_however_often_it_leaves_a_plan() -> None:
+    model, plain = Depths(), Depths()
+    plain.load_state_dict(model.state_dict())
+    for module in (*model.blocks, model):
+        fully_shard(module)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, plain)]
+    generator, data = random.Random(0), torch.linspace(-1, 1, 16).view(2, 8)
+    with counted_rounds() as asked:
+        for number in range(24):
+            depths, before = [each for each in range(8) if generator.random() < 0.7], len(asked)
+            for each, optimizer in zip((model, plain), optimizers, strict=True):
+                each(data, depths).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert number < 2 or len(asked) <= before + 2, asked[before:]
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(mine), theirs)
+
+
+@on_ranks(2)
+def test_ranks_that_leave_two_plans_of_which_only_the_first_alike_are_told_so_in_that_step() -> None:
+    model = Depths()
+    for module in (*model.blocks, model):
+        fully_shard(module)
+    data = torch.linspace(-1, 1, 16).view(2, 8)
+    known = [[0, 1, 2, 3, 4], [0, 2, 3, 4], [0, 2, 4, 3], [0, 2, 3, 4], [0, 2, 4, 3], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    for depths in known:
+        model(data, depths).sum().backward()
+    with pytest.raises(DesyncError):
+        model(data, [0, 2, 3, 4] if dist.get_rank() else [0, 2, 4, 3]).sum().backward()

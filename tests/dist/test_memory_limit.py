@@ -132,6 +132,32 @@ def test_a_model_that_is_made_to_fit_has_the_losses_of_the_plain_one() -> None:
 
 
 @on_ranks(2)
+def test_a_limit_alone_plans_for_the_inputs_of_the_first_training_forward() -> None:
+    expected, above = losses_of(shard_model(a_net(), min_unit_bytes=0)), 0
+    figures = [-(PROCESS - LOADED), 1e11, 3e9, 1e9]
+    with mock.patch.object(fit, "measured", return_value=figures):
+        for limit in ("64 GiB", 0):
+            model = shard_model(a_net(), memory=limit or PROCESS + above * 7 // 10, min_unit_bytes=0)
+            with torch.no_grad():
+                model(torch.ones(2 * BATCH, WIDTH))
+            before = [block.calls for block in blocks_of(model)]
+            assert losses_of(model) == expected
+            calls = {block.calls - calls for block, calls in zip(blocks_of(model), before, strict=True)}
+            assert (2 * STEPS in calls) == (limit == 0), calls
+            if limit:
+                memory = MemoryLimit(limit, (torch.empty(BATCH, WIDTH),))
+                shard_model(a_net(), memory=memory, min_unit_bytes=0)
+                assert memory.plan is not None
+                above = memory.plan.candidates[0].peak.total - PROCESS
+        model = shard_model(a_net(), memory="1 MiB")
+        with pytest.raises(ConfigError, match=r"MemoryLimit\(1 MiB\): Nothing fits"):
+            model(torch.ones(BATCH, WIDTH))
+        model = shard_model(a_net(), memory="64 GiB")
+        with pytest.raises(ConfigError, match=r"by keyword \(input\).*memory=MemoryLimit\('64 GiB', inputs, loss=\)"):
+            model(input=torch.ones(BATCH, WIDTH))
+
+
+@on_ranks(2)
 def test_a_plan_draws_no_random_numbers() -> None:
     model, inputs = a_net(), (torch.empty(BATCH, WIDTH),)
     before = torch.get_rng_state()
@@ -147,7 +173,7 @@ def test_what_cannot_fit_is_refused_by_all_ranks() -> None:
     for limit, message in (
         ("1 MiB", "Nothing fits in 1 MiB. The smallest change that makes it fit: devices with"),
         (PROCESS, "Nothing fits in 286.1 MiB"),  # of one rank; the other has the room
-        ("much", "MemoryLimit.'much'. for zero3 on a mesh of 1 axes; expected bytes or a text such as"),
+        ("much", "MemoryLimit.'much'.; expected bytes, or a text such as '8 GiB'"),
     ):
         with pytest.raises(ConfigError, match=message):
             fitted(limit)

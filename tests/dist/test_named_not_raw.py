@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from helpers.ranks import on_ranks
 from helpers.trains_alike import assert_trains_alike, batch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import shardwise
-from shardwise import ConfigError, FSDPModule, ShardwiseError, fully_shard
+from shardwise import ConfigError, FSDPModule, ShardwiseError, StateError, fully_shard
 
 
 def net() -> nn.Sequential:
@@ -150,15 +152,63 @@ def test_experts_of_each_rank_and_unequal_plain_gradients_are_not_clipped_as_cop
             shardwise.clip_grad_norm_(model.parameters(), 1.0, norm_type)
 
 
+def imported_before(params: Iterable[torch.Tensor], limit: float, norm_type: float) -> torch.Tensor:
+    """Clip as a module does that has imported torch's function before shardwise was imported."""
+    return torch.nn.utils.clip_grad_norm_.__wrapped__(params, limit, norm_type)
+
+
+def in_halves(params: Iterable[torch.Tensor], limit: float, norm_type: float) -> torch.Tensor:
+    given = list(params)
+    norm = torch.nn.utils.get_total_norm([each.grad for each in given if each.grad is not None], norm_type)
+    torch.nn.utils.clip_grads_with_norm_(given, limit, norm)
+    return norm
+
+
+WAYS_TO_CLIP: dict[str, Any] = {
+    "torch's": torch.nn.utils.clip_grad_norm_,
+    "imported before": imported_before,
+    "in halves": in_halves,
+    "ours": shardwise.clip_grad_norm_,
+}
+
+
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @on_ranks(2)
-def test_torchs_clipping_takes_ignored_parameters_beside_shards(norm_type: float) -> None:
+def test_every_way_of_clipping_takes_ignored_parameters_several_meshes_and_empty_shards(norm_type: float) -> None:
+    x = torch.linspace(-1, 1, 24).view(4, 6)
+    for clip in WAYS_TO_CLIP.values():
+        for kind in ("ignored", "meshes", "empty"):
+            model = net()
+            model[2] = nn.Linear(6, 1) if kind == "empty" else model[2]
+            plain = copy.deepcopy(model)
+            if kind == "meshes":
+                fully_shard(model[0], mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s")))
+            fully_shard(model, ignored_params={model[2].bias} if kind == "ignored" else None)
+            for each in (model, plain):
+                each(x).square().sum().backward()
+            norms = [clip(each.parameters(), 0.1, norm_type) for each in (model, plain)]
+            torch.testing.assert_close(*[each.full_tensor() if isinstance(each, DTensor) else each for each in norms])
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(full(mine.grad), theirs.grad)
+
+
+@pytest.mark.parametrize("way", WAYS_TO_CLIP)
+@on_ranks(2)
+def test_no_way_of_clipping_while_a_unit_is_unsharded_leaves_gradients_as_they_are(way: str) -> None:
+    clip = WAYS_TO_CLIP[way]
     model, plain = net(), net()
-    fully_shard(model, ignored_params={model[2].bias})
+    fully_shard(model)
     x = torch.linspace(-1, 1, 24).view(4, 6)
     for each in (model, plain):
         each(x).square().sum().backward()
-    norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1, norm_type, foreach=True) for each in (model, plain)]
-    torch.testing.assert_close(*norms)
+    expected = clip(plain.parameters(), 0.1, 2.0)
+    model.unshard()
+    if way in ("imported before", "in halves"):
+        with pytest.raises(StateError, match=r"0\.weight is unsharded.*nothing was clipped. Call model.reshard\(\)"):
+            clip(model.parameters(), 0.1, 2.0)
+        model.reshard()
+    norm = clip(model.parameters(), 0.1, 2.0)
+    torch.testing.assert_close(norm.full_tensor() if isinstance(norm, DTensor) else norm, expected)
+    model.reshard()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(full(mine.grad), theirs.grad)

@@ -163,12 +163,11 @@ def test_policies_name_arguments_that_they_do_not_take(make: Callable[[], Any], 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (
-            lambda: shard_model(_net(), memory="8 GiB"),
-            "memory is '8 GiB'; expected MemoryLimit('8 GiB', (batch, length))",
-        ),  # pyright: ignore
+        (lambda: shard_model(_net(), memory=8.5), "memory is 8.5; expected bytes, a text such as '8 GiB', or a"),  # pyright: ignore
+        (lambda: shard_model(_net(), memory="8 apples"), "MemoryLimit('8 apples'); expected bytes, or a text such as"),
         (lambda: shardwise.MemoryLimit("8 GiB", 4), "MemoryLimit: inputs is 4; expected (batch, length)"),  # pyright: ignore
-        (lambda: shard_model(_net(), memory=shardwise.MemoryLimit(-1, (4, 8))), "MemoryLimit(-1) for zero3"),
+        (lambda: shardwise.MemoryLimit("8 GiB", folder="."), "decided before the first forward: give inputs"),
+        (lambda: shardwise.MemoryLimit(-1, (4, 8)), "MemoryLimit(-1); expected bytes, or a text such as '8 GiB'"),
         (lambda: shardwise.apply_activations(_net(), "recompute"), "expected ActivationPolicy('recompute')"),  # pyright: ignore
         (
             lambda: shardwise.OptimizerOffload("run"),

@@ -134,6 +134,7 @@ def _run_command(
     launch._start = _fork_rank  # pyright: ignore
     if LAUNCHER_VARIABLE in environment:
         environment[LAUNCHER_VARIABLE] = str(os.getppid())  # the server stands for the launcher
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, which a suite may run under, a command ignores hangups
     _run_main(words, environment)
 
 

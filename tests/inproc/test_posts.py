@@ -11,6 +11,7 @@ import torch.distributed as dist
 from helpers.posts import MEMBERS, announce_as, gone_process, make_exchange, on_threads
 
 from shardwise.consistency.agreement import StoreExchange, open_numbered_exchange
+from shardwise.consistency.store import JobStore
 
 LATE = "late"
 
@@ -96,16 +97,41 @@ def test_a_wait_ends_once_what_has_come_is_enough() -> None:
     assert time.monotonic() - start < 30
 
 
-def test_all_ranks_get_all_texts_and_a_round_deletes_the_one_before_and_nothing_else() -> None:
+def test_all_ranks_get_all_texts_and_of_rounds_two_are_kept() -> None:
     def body(exchange: StoreExchange) -> list[dict[int, str]]:
         exchange.post("word", "said")
-        return [exchange.gather("round", f"{number} of {exchange.rank}") for number in (1, 2)]
+        return [exchange.gather("round", f"{number} of {exchange.rank}") for number in (1, 2, 3)]
 
     exchange = make_exchange()
-    every = [{rank: f"{number} of {rank}" for rank in range(3)} for number in (1, 2)]
+    every = [{rank: f"{number} of {rank}" for rank in range(3)} for number in (1, 2, 3)]
     assert on_threads(body, exchange) == [every] * 3
-    kept = [exchange[0].collect(what, range(3), 0.0) for what in ("word", "round/1", "round/1/all", "round/2")]
-    assert kept == [dict.fromkeys(range(3), "said"), {}, {}, every[1]]
+    places = ("word", "round/1#1", "round/1/all#1", "round/0#2", "round/1#3")
+    kept = [exchange[0].collect(what, range(3), 0.0) for what in places]
+    assert kept == [dict.fromkeys(range(3), "said"), {}, {}, *every[1:]]
+
+
+def test_a_round_takes_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = list[str]()
+
+    def counted(name: str) -> None:
+        method = getattr(JobStore, name)
+
+        def request(self: JobStore, key: str, *given: str) -> object:
+            requests.extend([name] * key.startswith("posts/"))
+            return method(self, key, *given)
+
+        monkeypatch.setattr(JobStore, name, request)
+
+    for name in ("set", "peek", "add", "delete"):
+        counted(name)
+    exchange = make_exchange()
+    exchange[1].post("round/1#1", "early")
+    exchange[2].post("round/1#1", "early")
+    assert exchange[0].gather("round", "mine") == {0: "mine", 1: "early", 2: "early"}
+    assert requests == ["set"] * 3 + ["peek"] * 2 + ["set"]
+    requests.clear()
+    assert exchange[1].gather("round", "early") == {0: "mine", 1: "early", 2: "early"}
+    assert requests == ["set", "peek"]
 
 
 def test_all_ranks_learn_who_is_late_and_a_late_one_that_it_was_late_itself() -> None:

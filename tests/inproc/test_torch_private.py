@@ -6,9 +6,11 @@ import copy
 import functools
 import gc
 import inspect
+import io
 import runpy
 import weakref
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from shardwise import torch_private as private
 from shardwise.collectives import c10d
+from shardwise.fsdp.full_buffer import ReportedStorage
 from shardwise.fsdp.hooks import dynamo_disabled
 
 
@@ -185,6 +188,25 @@ def test_what_has_no_memory_raises_where_it_is_read_and_is_ordinary_when_it_has_
     private.swap_storage(storage, bare)
     _READS[read](tensor)
     assert tensor.shape == (4, 6)
+
+
+def test_reports_of_memory_read_that_a_storage_has_none_and_it_pickles_as_one_of_torch() -> None:
+    tensor, reported = torch.arange(4.0), ReportedStorage(0, device=torch.device("cpu"))
+    private.refuse_reads(reported, "gone")
+    private.swap_storage(reported, tensor.untyped_storage())
+    alias = torch.empty(0).set_(reported, 0, (4,), (1,))
+    assert alias.untyped_storage() is reported
+    assert alias.untyped_storage().data_ptr() == alias.data_ptr() > 0
+    file = io.BytesIO()
+    torch.save([alias, reported], file)
+    sent = ForkingPickler.loads(ForkingPickler.dumps(reported))
+    assert type(sent) is torch.UntypedStorage
+    for found in (sent, copy.deepcopy(reported)):
+        assert torch.equal(torch.empty(0).set_(found, 0, (4,), (1,)), torch.arange(4.0))
+    private.swap_storage(reported, tensor.untyped_storage())
+    assert (alias.untyped_storage().data_ptr(), alias.untyped_storage().nbytes()) == (0, 0)
+    with pytest.raises(RuntimeError, match=r"Cannot access data pointer|gone"):
+        alias.sum()
 
 
 def test_holders_of_a_storage_are_counted() -> None:
@@ -868,14 +890,22 @@ def test_tensors_beside_transforms_are_plain_ones_and_the_transform_goes_on() ->
     assert made[0][1]
 
 
-def test_clipping_of_mixed_gradients_is_done_by_another(one_rank: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-        monkeypatch.setattr(module, "clip_grad_norm_", inspect.unwrap(torch.nn.utils.clip_grad_norm_))
-    mixed: list[Any] = []
-    seen: list[int] = []
+def test_both_halves_of_clipping_mixed_gradients_are_done_by_others(
+    one_rank: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_")
+    for name in names:
+        original = getattr(torch.nn.utils, name).__wrapped__
+        monkeypatch.setattr(torch.nn.utils, name, original)
+        inner = name if hasattr(torch.nn.utils.clip_grad, name) else f"_{name}"
+        monkeypatch.setattr(torch.nn.utils.clip_grad, inner, original)
+    by_name = torch.nn.utils.clip_grad_norm_
+    calls: list[Any] = []
     private.clip_mixed_by(
-        lambda params, *args, **kwargs: mixed.append((len(params), args, kwargs)) or torch.ones(()),
-        lambda params: seen.append(len(params)) or params,
+        lambda gradients, *args: calls.append((len(gradients), *args)) or torch.ones(()),
+        lambda gradients, limit, norm: calls.append((len(gradients), limit, norm.item())),
+        lambda params: calls.append(f"before {len(params)}") or params,
+        lambda params: calls.append(f"check {len(params)}"),
     )
     plain = nn.Parameter(torch.ones(4))
     shard = nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)]))
@@ -884,15 +914,18 @@ def test_clipping_of_mixed_gradients_is_done_by_another(one_rank: object, monkey
     for params in ([plain], [shard], plain):
         torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
     assert torch.allclose(plain.grad, torch.full((4,), 0.5))
-    assert (mixed, seen) == ([], [1, 1, 1])
+    assert calls == ["before 1", "check 1"] * 3
+    calls.clear()
     torch.nn.utils.clip_grad_norm_(iter([plain, shard]), 1.0, 2.0, False, None)
-    torch.nn.utils.clip_grad_norm_([plain, shard], 1.0, norm_type=1.0, foreach=False)
-    torch.nn.utils.clip_grad_norm_([shard], 1.0, float("inf"))
-    assert mixed == [
-        (2, (1.0, 2.0, False, None), {}),
-        (2, (1.0,), {"norm_type": 1.0, "foreach": False}),
-        (1, (1.0, float("inf")), {}),
-    ]
+    assert calls == ["before 2", (2, 2.0, False), "check 2", (2, 1.0, 1.0)]
+    calls.clear()
+    by_name([plain, shard], 1.0, norm_type=1.0, foreach=False)
+    by_name([shard], 1.0, float("inf"), True)
+    assert calls == [(2, 1.0, False), "check 2", (2, 1.0, 1.0), (1, float("inf"), True), "check 1"]
+    calls.clear()
+    norm = torch.nn.utils.get_total_norm([plain.grad, shard.grad])
+    torch.nn.utils.clip_grads_with_norm_([plain, shard], 1.0, norm)
+    assert calls == [(2, 2.0, False), "check 2", (2, 1.0, 1.0)]
 
 
 def test_an_object_in_no_join_tells_none(one_rank: object) -> None:

@@ -233,6 +233,7 @@ def trains(model: Net, data: Tensor) -> None:
         print(float(norm), float(optimizer.clip_grad_norm_(1.0)))
     memory = MemoryLimit("8 GiB", (4, 512), folder="/tmp", accumulate=2)
     shard_model(nn.Sequential(nn.Linear(4, 4)), memory=memory)
+    shard_model(nn.Sequential(nn.Linear(4, 4)), memory="8 GiB")
     print(None if memory.plan is None else memory.plan.why(), memory.offload)
     offload = OptimizerOffload(fraction=0.6, undo=True, num_threads=2)
     offloaded = ShardedOptimizer(model.named_parameters(), torch.optim.AdamW, offload=offload, lr=1e-3)
