@@ -68,7 +68,7 @@ docs: .stamp-docs
 
 guard: .stamp-dev
 	$(BIN)/python tests/guard/run.py $(if $(ONLY),--only $(ONLY)) --timeout 1500 \
-		--deselect tests/dist/test_guarded.py tests/dist tests/inproc
+		--deselect tests/dist/collectives/test_guarded.py tests/dist tests/inproc
 
 bench: .stamp-dev
 	$(BIN)/python benchmarks/run.py

@@ -20,14 +20,15 @@ import torch
 import torch.distributed as dist
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
-for folder in (TESTS, TESTS / "dist", TESTS / "pure"):
+CASES = TESTS / "dist" / "checkpoint"
+for folder in (TESTS, CASES, TESTS / "pure"):
     sys.path.insert(0, str(folder))
-os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS / "dist"), os.environ.get("PYTHONPATH", "")])
+os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(CASES), os.environ.get("PYTHONPATH", "")])
 
 from helpers.checkpoints import load_behind, save_behind  # noqa: E402
 from helpers.jobs import PRELOAD  # noqa: E402
 from test_checkpoint_damage import cases  # noqa: E402
-from test_checkpoint_doors import SIZES, apis_at  # noqa: E402
+from test_checkpoint_apis import SIZES, apis_at  # noqa: E402
 from test_checkpoint_format import check_header_mutation, check_mutation  # noqa: E402
 
 from shardwise import fully_shard  # noqa: E402

@@ -11,7 +11,7 @@ parameters travel together.  Its whole life is in this file, from top to bottom:
    the average of its slices alone, which autograd adds to ``parameter.grad``.
 
 Nothing overlaps, no buffer is used twice, and nothing is checked: a collective starts when its result is needed, and ranks
-that run different programs hang.  The engine computes the same numbers (``tests/dist/test_reference.py``).
+that run different programs hang.  The engine computes the same numbers (``tests/dist/fsdp/test_reference.py``).
 Source: ZeRO, arXiv 1910.02054, stage 3; PyTorch FSDP, arXiv 2304.11277.
 
 Limits: one mesh dimension, slices along dimension 0, no double backward, parameters that only some ranks use hang.

@@ -223,7 +223,7 @@ def test_pytest_looks_into_every_test_folder(request: pytest.FixtureRequest) -> 
     assert not {"dist", "gpu", "pure", "inproc"} & set(skipped), "pytest's default passes over tests/dist"
 
 
-# Doors have the arguments of torch's; what is left of a pool's keywords goes to the function that it calls; the options of
+# Apis have the arguments of torch's; what is left of a pool's keywords goes to the function that it calls; the options of
 # a save and of an export are told by keyword.
 MANY_PARAMETERS = {
     "fsdp/api.py:fully_shard",

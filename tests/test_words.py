@@ -77,6 +77,11 @@ def test_names_are_torchs_words() -> None:
     assert not found, "\n".join(sorted(found))
 
 
+def test_files_of_tests_have_torchs_words_in_their_names() -> None:
+    stems = {path.stem for path in Path(__file__).parent.rglob("*.py")}
+    assert not [stem for stem in sorted(stems) for part in parts_of(stem) if NAMES.fullmatch(part)]
+
+
 def prose_of(path: Path) -> list[tuple[int, str]]:
     """The lines of a file's comments and docstrings, with their numbers."""
     return [

@@ -1,1 +1,1 @@
-"""Chaos: random jobs behind every door and over every transport, each with one fault; none may end in silence."""
+"""Chaos: random jobs behind every API and over every transport, each with one fault; none may end in silence."""

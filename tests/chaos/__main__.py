@@ -53,7 +53,7 @@ def _parse() -> argparse.Namespace:
         help="jobs that run beside each other; limits of time grow with it (default: 1)",
     )
     parser.add_argument(
-        "--matrix", action="store_true", help="every door, transport, fault and place once, in random order"
+        "--matrix", action="store_true", help="every api, transport, fault and place once, in random order"
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="world sizes of the matrix (default: 2)")
     parser.add_argument("--only", default="", help="jobs whose line has this text")

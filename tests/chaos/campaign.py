@@ -12,7 +12,7 @@ from pathlib import Path
 
 from chaos.job import Job, Run, run_job
 from chaos.judge import Verdict, judge
-from chaos.program import DIVERGENCES, DIVERGING_DOORS, DOORS, ENGINE_DOORS, Outcome, Program
+from chaos.program import APIS, DIVERGENCES, DIVERGING_APIS, ENGINE_APIS, Outcome, Program
 from shardwise.collectives.routes import TRANSPORTS
 from shardwise.testing.faults import Fault, Kind
 
@@ -44,7 +44,7 @@ class Result:
 
 
 def places_of(program: Program, num_ranks: int) -> tuple[str, ...]:
-    """Return the places that ranks come to behind this door."""
+    """Return the places that ranks come to behind this API."""
     # Where ranks take different ways, the first forward makes a group: who waits in that for a rank that ends sees a timeout.
     found = [
         *["init"] * (not program.takes_ways),
@@ -54,13 +54,13 @@ def places_of(program: Program, num_ranks: int) -> tuple[str, ...]:
         "backward",
         "optimizer step",
     ]
-    if program.door in ("fully_shard", "whole_matrix", "zero2") or (program.door == "hsdp" and num_ranks > 2):
+    if program.api in ("fully_shard", "whole_matrix", "zero2") or (program.api == "hsdp" and num_ranks > 2):
         found += ["all-gather", "reduction"]
-    elif program.door in ("hsdp", "replicate"):
+    elif program.api in ("hsdp", "replicate"):
         found += ["reduction"]
-    elif program.door == "zero1":
+    elif program.api == "zero1":
         found += ["all-gather", "consolidation"]
-    if program.door == "whole_matrix":
+    if program.api == "whole_matrix":
         found += ["exchange"]
     return (*found, "checkpoint save", "checkpoint load")
 
@@ -80,13 +80,13 @@ def draw(rng: random.Random) -> Job:
     """Return a random job with a fault or a divergence."""
     if rng.random() < 0.1:
         return elastic(rng.randrange(2**31))
-    door = rng.choice(DOORS)
-    transport = rng.choice(TRANSPORTS) if door in ENGINE_DOORS else TRANSPORTS[0]
-    program = Program(door, transport)
+    api = rng.choice(APIS)
+    transport = rng.choice(TRANSPORTS) if api in ENGINE_APIS else TRANSPORTS[0]
+    program = Program(api, transport)
     num_ranks = rng.choice((2, 2, 4))
     if num_ranks == 4 and rng.random() < 0.5:
         program = replace(program, ranks_per_host=2)
-    if door in DIVERGING_DOORS and rng.random() < 0.25:
+    if api in DIVERGING_APIS and rng.random() < 0.25:
         program = replace(program, takes_ways=True)
     elif rng.random() < 0.25:
         return diverging(program, num_ranks, rng.choice(sorted(DIVERGENCES)))
@@ -123,11 +123,11 @@ def faulty(program: Program, num_ranks: int, name: str, place: str, *, rank: int
     kind, error = FAULTS[name]
     step = _STEP_OF.get(place, 3)
     call = 2 if place in ("forward", "backward", "all-gather", "reduction", "init") else 1
-    if place == "init" and program.door == "zero1":
+    if place == "init" and program.api == "zero1":
         call = 1
-    if program.door == "zero1" and place in ("all-gather", "reduction"):
+    if program.api == "zero1" and place in ("all-gather", "reduction"):
         call = 1
-    if place == "reduction" and (program.door == "replicate" or (program.door == "hsdp" and num_ranks == 2)):
+    if place == "reduction" and (program.api == "replicate" or (program.api == "hsdp" and num_ranks == 2)):
         call = 1  # units of which nothing is cut share an all-reduce
     fault = Fault(kind, place, rank, step=step, call=call, error=error)
     needs_timeout = kind in ("stop", "drop")  # an alive process that does not come
@@ -140,9 +140,9 @@ def matrix(sizes: Sequence[int]) -> Iterator[Job]:
     """Yield every job of the matrix, with the fault on rank 1, or on rank 0 where that keeps the store."""
     number = 0
     for num_ranks in sizes:
-        for door in DOORS:
-            for transport in TRANSPORTS if door in ENGINE_DOORS else TRANSPORTS[:1]:
-                program = Program(door, transport)
+        for api in APIS:
+            for transport in TRANSPORTS if api in ENGINE_APIS else TRANSPORTS[:1]:
+                program = Program(api, transport)
                 for name in FAULTS:
                     for place in places_of(program, num_ranks):
                         if name != "drop" or place in ("all-gather", "reduction"):
@@ -157,17 +157,17 @@ def matrix(sizes: Sequence[int]) -> Iterator[Job]:
                 for name in DIVERGENCES:
                     if name != "other mesh" or num_ranks > 2:
                         yield diverging(program, num_ranks, name)
-                for place in places_of(program, num_ranks) if door in DIVERGING_DOORS else ():
+                for place in places_of(program, num_ranks) if api in DIVERGING_APIS else ():
                     for name in ("kill", "raise", "late"):
                         yield faulty(replace(program, takes_ways=True), num_ranks, name, place, rank=1)
     yield from _matrix_of_hosts(sizes)
 
 
 def _matrix_of_hosts(sizes: Sequence[int]) -> Iterator[Job]:
-    """Yield jobs on two hosts of several ranks, behind the doors that gather."""
+    """Yield jobs on two hosts of several ranks, behind the APIs that gather."""
     for num_ranks in (size for size in sizes if size >= 4):
-        for door in ("fully_shard", "whole_matrix"):
-            program = Program(door, "auto", ranks_per_host=num_ranks // 2)
+        for api in ("fully_shard", "whole_matrix"):
+            program = Program(api, "auto", ranks_per_host=num_ranks // 2)
             for name in FAULTS:
                 for place in places_of(program, num_ranks):
                     if name != "drop" or place in ("all-gather", "reduction"):
@@ -194,7 +194,7 @@ class Campaign:
             return Result(job, Run((), ()), Verdict((text,), "named", 0.0, ""))
 
     def _run(self, job: Job) -> Result:
-        if job.program.door == "elastic":
+        if job.program.api == "elastic":
             return _run_elastic(job)
         run = run_job(job)
         expected = ("",) * job.num_ranks  # of no rank that has numbers

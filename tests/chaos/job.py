@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from helpers.posts import on_host
+from helpers.store_exchanges import on_host
 
 from chaos.program import DIVERGENCES, Program
 from chaos.rank_program import train
@@ -55,7 +55,7 @@ class Job:
         timeout_s: of the process group.
         limit_s: for all ranks to end, counted from the fault.
         name: of the fault or divergence in the matrix.
-        seed: of what is drawn for a job of the door "elastic", a program of its own.
+        seed: of what is drawn for a job of the API "elastic", a program of its own.
     """
 
     program: Program
@@ -79,14 +79,14 @@ class Job:
     def text(self) -> str:
         """The job in one line."""
         program, fault = self.program, self.fault
-        if program.door == "elastic":
+        if program.api == "elastic":
             return f"elastic: {self.name}, seed {self.seed}"
         place = f" at {fault.at} of rank {self.struck}" if fault is not None else f" of rank {self.struck}"
         hosts = (
             f" {program.ranks_per_host} per host" * (program.ranks_per_host > 0)
             + ", different ways" * program.takes_ways
         )
-        return f"{program.door} {program.transport} W={self.num_ranks}{hosts} {self.store} store: {self.name}{place}"
+        return f"{program.api} {program.transport} W={self.num_ranks}{hosts} {self.store} store: {self.name}{place}"
 
     @property
     def whole(self) -> Program:
@@ -94,7 +94,7 @@ class Job:
         fault, left_out = self.fault, 0
         if fault is not None and fault.kind == "raise" and self.program.transacts == "skip":
             # ZeRO sends parameters once its inner optimizer has stepped, with which a step ends for faults.
-            left_out = (fault.step or 0) - (fault.at == "all-gather" and self.program.door == "zero1")
+            left_out = (fault.step or 0) - (fault.at == "all-gather" and self.program.api == "zero1")
         return replace(self.program, transacts="", left_out_step=left_out)
 
     @property

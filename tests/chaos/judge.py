@@ -97,7 +97,7 @@ def _is_allowed(job: Job, ending: Ending) -> bool:
     """Return True for an error of ours, and for one of torch's where a rank waited in torch's own code."""
     if ending.is_ours or "in new_group" in ending.trace:
         return True
-    if job.program.door != "zero1":
+    if job.program.api != "zero1":
         return False
     return "torch/nn/parallel" in ending.trace or ("autograd" in ending.trace and "shardwise/zero" not in ending.trace)
 

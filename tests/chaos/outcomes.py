@@ -31,7 +31,7 @@ def summary_of(results: Sequence[Result]) -> str:
 
 
 def tables_of(results: Sequence[Result], title: str) -> str:
-    """Return a table of seconds (fault by door), what was wrong, and a table of messages."""
+    """Return a table of seconds (fault by API), what was wrong, and a table of messages."""
     return "\n".join(
         [f"{title}: {summary_of(results)}.", "", *_seconds(results), "", *_wrong(results), "", *_messages(results)]
     )
@@ -47,13 +47,13 @@ def embed(page: str, table: str) -> str:
 
 
 def _seconds(results: Sequence[Result]) -> Iterator[str]:
-    """Longest seconds over transports, world sizes and places, per fault and door."""
-    doors = list(dict.fromkeys(each.job.program.door for each in results))
-    yield f"| fault | {' | '.join(doors)} |"
-    yield f"| --- |{' ---: |' * len(doors)}"
+    """Longest seconds over transports, world sizes and places, per fault and API."""
+    apis = list(dict.fromkeys(each.job.program.api for each in results))
+    yield f"| fault | {' | '.join(apis)} |"
+    yield f"| --- |{' ---: |' * len(apis)}"
     transacted = [f"{name}, {outcome}" for name, outcome in TRANSACTED]
     for name in [*FAULTS, "kills", *transacted, *(f"diverge: {each}" for each in DIVERGENCES)]:
-        cells = [_cell([r for r in results if r.job.name == name and r.job.program.door == door]) for door in doors]
+        cells = [_cell([r for r in results if r.job.name == name and r.job.program.api == api]) for api in apis]
         if any(cells):
             yield f"| {name} | {' | '.join(cells)} |"
 
@@ -77,12 +77,12 @@ def _wrong(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _messages(results: Sequence[Result]) -> Iterator[str]:
-    """One message per fault and door, as another rank than the struck one sees it."""
-    yield "| fault | door | what another rank reads |"
+    """One message per fault and API, as another rank than the struck one sees it."""
+    yield "| fault | api | what another rank reads |"
     yield "| --- | --- | --- |"
     seen: set[tuple[str, str]] = set()
     for each in results:
-        key = (each.job.name, each.job.program.door)
+        key = (each.job.name, each.job.program.api)
         if each.verdict.message and not each.verdict.faults and key not in seen:
             seen.add(key)
             yield f"| {key[0]} | {key[1]} | {_plain(each.verdict.message)} |"

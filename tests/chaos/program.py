@@ -9,11 +9,11 @@ from typing import Literal, TypeAlias
 
 from shardwise.collectives.routes import Transport
 
-Door: TypeAlias = Literal["fully_shard", "hsdp", "replicate", "zero1", "zero2", "whole_matrix", "elastic"]
-DOORS: tuple[Door, ...] = ("fully_shard", "hsdp", "replicate", "zero1", "zero2", "whole_matrix")
+Api: TypeAlias = Literal["fully_shard", "hsdp", "replicate", "zero1", "zero2", "whole_matrix", "elastic"]
+APIS: tuple[Api, ...] = ("fully_shard", "hsdp", "replicate", "zero1", "zero2", "whole_matrix")
 Outcome: TypeAlias = Literal["retry", "skip"]
-ENGINE_DOORS = ("fully_shard", "hsdp", "replicate", "whole_matrix")  # those with a transport to choose
-DIVERGING_DOORS = ("fully_shard", "hsdp", "replicate")  # those whose ranks may take different ways
+ENGINE_APIS = ("fully_shard", "hsdp", "replicate", "whole_matrix")  # those with a transport to choose
+DIVERGING_APIS = ("fully_shard", "hsdp", "replicate")  # those whose ranks may take different ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Program:
         transacts: steps are made in transactions; what raises in one is undone, and made again or left out.  No evaluation.
     """
 
-    door: Door
+    api: Api
     transport: Transport
     width: int = 8
     num_blocks: int = 3
@@ -75,17 +75,17 @@ DIVERGENCES: Mapping[str, Callable[[Program], Program]] = MappingProxyType(
 
 
 def diverges(program: Program, name: str, num_ranks: int) -> bool:
-    """Return True if ranks behind this door must notice the divergence.
+    """Return True if ranks behind this API must notice the divergence.
 
     Where nothing is reduced before the end of a step, or gradients add up on each rank, how many microbatches there were
-    is each rank's own affair; a mesh is chosen behind one door alone.
+    is each rank's own affair; a mesh is chosen behind one API alone.
     """
     if name == "other mesh":
-        return program.door == "hsdp"
+        return program.api == "hsdp"
     if name == "skipped step":
-        return program.door in ("zero1", "whole_matrix")
-    if program.door == "zero1":
+        return program.api in ("zero1", "whole_matrix")
+    if program.api == "zero1":
         return name not in ("order", "one microbatch fewer", "no_grad")
-    if program.door == "replicate" or (program.door == "hsdp" and num_ranks == 2):  # two replicas of one shard
+    if program.api == "replicate" or (program.api == "hsdp" and num_ranks == 2):  # two replicas of one shard
         return name not in ("order", "one microbatch fewer", "no_grad")
     return True

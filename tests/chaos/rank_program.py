@@ -40,7 +40,7 @@ class Net(nn.Module):
         super().__init__()
         dtype = getattr(torch, program.dtype)
         width = program.width
-        has_bias = program.door != "whole_matrix"  # Muon takes matrices alone
+        has_bias = program.api != "whole_matrix"  # Muon takes matrices alone
         self.blocks = nn.ModuleList(
             nn.Sequential(
                 nn.Linear(8, width, bias=has_bias, dtype=dtype),
@@ -63,7 +63,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Model and optimizer behind a door; ``plain``: the module whose parameters have the plain names."""
+    """Model and optimizer behind an API; ``plain``: the module whose parameters have the plain names."""
 
     model: nn.Module
     plain: nn.Module
@@ -71,28 +71,28 @@ class Parts:
 
 
 def build(program: Program) -> Parts:
-    """Build model and optimizer.  Collective behind most doors."""
+    """Build model and optimizer.  Collective behind most APIs."""
     set_default_transport(program.transport)
     torch.manual_seed(0)
     net = Net(program)
-    door = program.door
-    if door == "zero1":
+    api = program.api
+    if api == "zero1":
         wrapped = DistributedDataParallel(net)
         return Parts(wrapped, net, ZeroRedundancyOptimizer(wrapped.parameters(), Adam, lr=0.05))
-    if door == "replicate":
+    if api == "replicate":
         for block in net.blocks:
             replicate(block)
         replicate(net)
         return Parts(net, net, SGD(net.parameters(), lr=0.05, momentum=0.9))
     num_ranks = dist.get_world_size()
     mesh = None
-    if door == "hsdp" and not program.mesh_is_flat:
+    if api == "hsdp" and not program.mesh_is_flat:
         mesh = _two_axes(num_ranks)
-    strategy = "zero2" if door == "zero2" else None
+    strategy = "zero2" if api == "zero2" else None
     for block in net.blocks:
         fully_shard(block, mesh=mesh, strategy=strategy)
     fully_shard(net, mesh=mesh, strategy=strategy)
-    if door == "whole_matrix":
+    if api == "whole_matrix":
         return Parts(net, net, ShardedOptimizer(dict(net.named_parameters()), torch.optim.Muon, lr=0.05))
     return Parts(net, net, SGD(net.parameters(), lr=0.05, momentum=0.9))
 

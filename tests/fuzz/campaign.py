@@ -107,11 +107,11 @@ def uses(case: Case, names: Sequence[str]) -> bool:
 
 
 def signature_of(case: Case, contender: Contender, verdict: Verdict) -> str:
-    """Return what tells failures apart: kind, door, what the smallest case needs."""
+    """Return what tells failures apart: kind, API, what the smallest case needs."""
     actions = sorted({repr(action) for action in case.actions if type(action).__name__ not in ("Forward", "Backward")})
     kinds = sorted(kinds_in(case.model.root) - {"Mlp", "Stack"})
     text = gist(verdict.text) if verdict.kind != "numbers" else verdict.what
-    return " | ".join([verdict.kind, contender.door, text, " ".join(kinds), " ".join(actions)])
+    return " | ".join([verdict.kind, contender.api, text, " ".join(kinds), " ".join(actions)])
 
 
 class Campaign:
@@ -151,7 +151,7 @@ class Campaign:
         outcome = self._runner.run(case)
         self.tally.add(case, outcome)
         for contender, verdict in outcome.failures.items():
-            alike = f"{verdict.kind} {contender.door} {verdict.what} {gist(verdict.text)[:40]} {case.area}"
+            alike = f"{verdict.kind} {contender.api} {verdict.what} {gist(verdict.text)[:40]} {case.area}"
             self._alike[alike] += 1
             if self._alike[alike] > ALIKE:
                 self.tally.repeats[alike] += 1
@@ -200,7 +200,7 @@ class Campaign:
         self._say(f"      {found.contender.name}: {found.verdict.kind}: {found.verdict.text[:400]}")
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            name = f"{found.case.area}_{found.seed}_{found.contender.door}_{found.verdict.kind.replace(' ', '_')}"
+            name = f"{found.case.area}_{found.seed}_{found.contender.api}_{found.verdict.kind.replace(' ', '_')}"
             path = self._folder / f"{name}.py"
             path.write_text(script_of(found))
             self._say(f"      {path}")

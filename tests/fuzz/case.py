@@ -79,13 +79,13 @@ class Own:
     """What a unit has for itself, beside the settings of the case.
 
     Attributes:
-        other_door: it is replicated where the others are sharded, and sharded where they are replicated.
+        other_api: it is replicated where the others are sharded, and sharded where they are replicated.
         flat: it is sharded over all ranks, whatever mesh the others have.
         reshard: its own argument ``reshard_after_forward``.
         half: it computes in bfloat16, unless it has others within it.
     """
 
-    other_door: bool = False
+    other_api: bool = False
     flat: bool = False
     reshard: bool | None = None
     half: bool = False
@@ -145,19 +145,19 @@ class Contender:
     """Who carries a case out.
 
     Attributes:
-        door: a name of :data:`fuzz.eligible.DOORS`.
-        transport: of the engine's doors.
+        API: a name of :data:`fuzz.eligible.APIS`.
+        transport: of the engine's APIs.
         update: "" for torch's own optimizer; "sharded" for ``ShardedOptimizer``; of ZeRO: "whole" or "even".
     """
 
-    door: str
+    api: str
     transport: str = "auto"
     update: str = ""
 
     @property
     def name(self) -> str:
         """The name in reports."""
-        parts = [self.door, self.transport if self.transport != "auto" else "", self.update]
+        parts = [self.api, self.transport if self.transport != "auto" else "", self.update]
         return "/".join(part for part in parts if part)
 
 
@@ -167,7 +167,7 @@ class Case:
 
     Attributes:
         seed: of the values of parameters and batches.
-        num_ranks: in the first phase; a ``Restart`` begins another one on its own number of ranks and behind its own door.
+        num_ranks: in the first phase; a ``Restart`` begins another one on its own number of ranks and behind its own API.
     """
 
     seed: int

@@ -1,7 +1,7 @@
-"""Checkpoints between the phases of a case: written by one door on W ranks, read by another on others.
+"""Checkpoints between the phases of a case: written by one API on W ranks, read by another on others.
 
 "full": whole tensors under the names of parameters, in one file, as a plain optimizer would keep them by name.  "dcp":
-what each door documents for ``torch.distributed.checkpoint``.
+what each API documents for ``torch.distributed.checkpoint``.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def draw(seed: int, area: str, max_ranks: int = 4) -> Case:
         actions = _synced(actions)
     if area == "resume":
         actions = _with_restart(random, actions, max_ranks)
-    case = _with_able_doors(Case(seed, area, num_ranks, model, settings, tuple(actions), ()))
+    case = _with_able_apis(Case(seed, area, num_ranks, model, settings, tuple(actions), ()))
     if not any(suits(case, each) for each in OURS):  # none joins, sees .data or begins apart, and has the rest
         actions = [action for action in actions if not (isinstance(action, do.JoinLoop) or _assigns_data(action))]
         case = replace(case, settings=replace(settings, sync_buffers=False, apart=""), actions=tuple(actions))
@@ -127,7 +127,7 @@ def _draw_beside(random: Random, weights: Weights) -> dict[str, Any]:
 
 def _draw_own(random: Random, share: float) -> Own:
     return Own(
-        other_door=random.random() < share,
+        other_api=random.random() < share,
         flat=random.random() < share,
         reshard=random.choice((None, True, False)),
         half=random.random() < share,
@@ -151,7 +151,7 @@ class _Program:
         self._is_half = settings.compute == "bfloat16" or any(own.half for own in settings.own)
         self._num_ranks = num_ranks
         self._has_replicas = settings.mesh == "hybrid"
-        self._may_defer = not any(own.other_door or own.flat for own in settings.own)
+        self._may_defer = not any(own.other_api or own.flat for own in settings.own)
         self._found: list[do.Action] = []
         self._may_be_full = False
         self._reshards = True
@@ -315,33 +315,33 @@ def _synced(actions: Sequence[do.Action]) -> list[do.Action]:
 def _with_restart(random: Random, actions: list[do.Action], max_ranks: int) -> list[do.Action]:
     ends = [number + 1 for number, action in enumerate(actions) if isinstance(action, do.ZeroGrad)] or [len(actions)]
     place = random.choice(ends)
-    door = random.choice(("", "", "fully_shard", "replicate", "zero1", "ddp"))
-    update = random.choice(("", "sharded")) if door in ("fully_shard", "replicate") else ""
-    restart = do.Restart(random.randint(1, max_ranks), random.choice(("full", "dcp")), door, update)
+    api = random.choice(("", "", "fully_shard", "replicate", "zero1", "ddp"))
+    update = random.choice(("", "sharded")) if api in ("fully_shard", "replicate") else ""
+    restart = do.Restart(random.randint(1, max_ranks), random.choice(("full", "dcp")), api, update)
     more: list[do.Action] = [do.Forward(), do.Backward(), do.Step(), do.ZeroGrad()]
     return [*actions[:place], restart, *more, *actions[place:]]
 
 
-def _with_able_doors(case: Case) -> Case:
-    """Let cases go on behind the door that began where the drawn one could not carry out the rest."""
+def _with_able_apis(case: Case) -> Case:
+    """Let cases go on behind the API that began where the drawn one could not carry out the rest."""
     actions = list(case.actions)
     for number, action in enumerate(actions):
-        if isinstance(action, do.Restart) and action.door:
+        if isinstance(action, do.Restart) and action.api:
             rest = replace(case, num_ranks=action.num_ranks, actions=tuple(actions[number + 1 :]))
-            if not suits(rest, Contender(action.door, update=action.update)):
-                actions[number] = replace(action, door="", update="")
+            if not suits(rest, Contender(action.api, update=action.update)):
+                actions[number] = replace(action, api="", update="")
     return replace(case, actions=tuple(actions))
 
 
 def _draw_contenders(random: Random, weights: Weights, case: Case) -> tuple[Contender, ...]:
     ours = (*OFFLOADED, *OURS) if weights.offloads_optimizer else OURS
-    able = [each for each in ours if suits(case, each) and weights.doors.get(each.door, 0.0)]
+    able = [each for each in ours if suits(case, each) and weights.apis.get(each.api, 0.0)]
     able = able or [each for each in OURS if suits(case, each)]
     chosen: list[Contender] = []
     while able and len(chosen) < weights.num_contenders:
-        by_door = {each.door: weights.doors.get(each.door, 1.0) for each in able}
-        door = pick(random, by_door)
-        contender = random.choice([each for each in able if each.door == door])
+        by_api = {each.api: weights.apis.get(each.api, 1.0) for each in able}
+        api = pick(random, by_api)
+        contender = random.choice([each for each in able if each.api == api])
         able.remove(contender)
         chosen.append(contender)
     peers = dict.fromkeys(peer for each in chosen if suits(case, peer := peer_of(each)))

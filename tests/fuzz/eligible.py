@@ -11,10 +11,10 @@ from fuzz.losses import OF_WEIGHTS
 from fuzz.nodes import calls_twice, has_matrices, places, recomputes, rows_of_codes, trains, uses_all
 from fuzz.optims import OPTIMIZERS
 
-ENGINE_DOORS = ("fully_shard", "shard_model", "replicate", "replicate_older", "within_replicate", "torch_fully_shard")
-SHARDING_DOORS = ("fully_shard", "shard_model", "torch_fully_shard")
-OVERLAP_DOORS = ("overlap", "interleaved")
-DOORS = (*ENGINE_DOORS, "ddp", "zero1", "zero_alone", "torch_zero", *OVERLAP_DOORS)
+ENGINE_APIS = ("fully_shard", "shard_model", "replicate", "replicate_older", "within_replicate", "torch_fully_shard")
+SHARDING_APIS = ("fully_shard", "shard_model", "torch_fully_shard")
+OVERLAP_APIS = ("overlap", "interleaved")
+APIS = (*ENGINE_APIS, "ddp", "zero1", "zero_alone", "torch_zero", *OVERLAP_APIS)
 HOLDING = ("requires_gradient_sync", "requires_all_reduce", "is_last_backward")
 TRANSPORTS = ("auto", "gloo", "collective")
 
@@ -28,21 +28,21 @@ OURS: tuple[Contender, ...] = (
     Contender("replicate", update="sharded"),
     Contender("replicate_older"),
     Contender("within_replicate"),
-    *(Contender(door, update=update) for door in ("zero1", "zero_alone") for update in ("whole", "even")),
-    *(Contender(door, update=update) for door in OVERLAP_DOORS for update in ("whole", "even")),
+    *(Contender(api, update=update) for api in ("zero1", "zero_alone") for update in ("whole", "even")),
+    *(Contender(api, update=update) for api in OVERLAP_APIS for update in ("whole", "even")),
 )
 # Contenders of the area "offload" alone.
-OFFLOADED = tuple(Contender(door, update="offloaded") for door in ("fully_shard", "shard_model", "replicate"))
+OFFLOADED = tuple(Contender(api, update="offloaded") for api in ("fully_shard", "shard_model", "replicate"))
 
 
 def is_ours(contender: Contender) -> bool:
     """True for what is compared, False for what it is compared with."""
-    return contender.door not in ("torch_fully_shard", "ddp", "torch_zero")
+    return contender.api not in ("torch_fully_shard", "ddp", "torch_zero")
 
 
 def is_engines(contender: Contender) -> bool:
-    """True for doors of the engine: whatever they raise is their own."""
-    return contender.door in ENGINE_DOORS
+    """True for APIs of the engine: whatever they raise is their own."""
+    return contender.api in ENGINE_APIS
 
 
 def peer_of(contender: Contender) -> Contender:
@@ -56,15 +56,15 @@ def suits(case: Case, contender: Contender) -> bool:
 
 
 def _has_mesh(case: Case, contender: Contender) -> bool:
-    return case.settings.mesh == "flat" or contender.door in SHARDING_DOORS
+    return case.settings.mesh == "flat" or contender.api in SHARDING_APIS
 
 
 def _has_policies(case: Case, contender: Contender) -> bool:
     settings = case.settings
     asks = bool(settings.compute or settings.reduce or settings.output or settings.offload)
-    if settings.columns and contender.door not in SHARDING_DOORS:
+    if settings.columns and contender.api not in SHARDING_APIS:
         return False
-    return not asks or (is_engines(contender) and contender.door != "replicate_older")
+    return not asks or (is_engines(contender) and contender.api != "replicate_older")
 
 
 def _keeps_sums(case: Case, contender: Contender) -> bool:
@@ -75,7 +75,7 @@ def _keeps_sums(case: Case, contender: Contender) -> bool:
     takes = any(isinstance(each, (do.Take, do.Copy)) and each.what == "grads" for each in case.actions)
     holds = any(isinstance(each, do.Set) and each.method in HOLDING for each in case.actions)
     divides = any(isinstance(each, do.Set) and each.method == "gradient_divide_factor" for each in case.actions)
-    return contender.door != "replicate_older" or not (divides or (takes and holds))
+    return contender.api != "replicate_older" or not (divides or (takes and holds))
 
 
 def _follows_steps(case: Case, contender: Contender) -> bool:
@@ -88,7 +88,7 @@ def _follows_steps(case: Case, contender: Contender) -> bool:
 def _has_whole_matrices(case: Case, contender: Contender) -> bool:
     """Some optimizers cannot work on shards."""
     kind = OPTIMIZERS[case.settings.optim.name]
-    is_bare = contender.door in SHARDING_DOORS and not contender.update
+    is_bare = contender.api in SHARDING_APIS and not contender.update
     if kind.is_block_wise:  # pieces of ZeRO it is given, or refused for
         return not is_bare
     return not kind.is_whole_matrix or not (is_bare or contender.update.startswith("even"))
@@ -104,8 +104,8 @@ def _averages(case: Case, contender: Contender) -> bool:
     closes = any(isinstance(action, do.Step) and action.closure for action in case.actions)
     clips = any(isinstance(action, do.Clip) for action in case.actions)
     converts = any(isinstance(action, do.Change) and action.how == "convert" for action in case.actions)
-    if contender.door != "zero_alone":
-        return not (contender.door == "zero1" and closes and converts)
+    if contender.api != "zero_alone":
+        return not (contender.api == "zero1" and closes and converts)
     return not (closes or clips) and has_matrices(case.model.root)
 
 
@@ -115,40 +115,40 @@ def _hooks_gradients(case: Case, contender: Contender) -> bool:
     Parameters that stay plain have every backward's own gradient hooked, held back or not; a shard the sum of those.
     """
     hooks = bool(case.settings.hooks) or any(isinstance(action, do.HookGradient) for action in case.actions)
-    if not hooks or contender.door in ("fully_shard", "shard_model"):
+    if not hooks or contender.api in ("fully_shard", "shard_model"):
         return True
     holds = any(isinstance(action, do.Set) and action.method in HOLDING for action in case.actions)
-    return contender.door in ("replicate", "replicate_older") and not holds
+    return contender.api in ("replicate", "replicate_older") and not holds
 
 
 def _is_compiled(case: Case, contender: Contender) -> bool:
-    return not case.settings.compiled or contender.door in ENGINE_DOORS
+    return not case.settings.compiled or contender.api in ENGINE_APIS
 
 
 def _syncs_buffers(case: Case, contender: Contender) -> bool:
     """A unit that is called twice in a forward takes the buffers twice, where DDP around the whole does so once."""
     if not case.settings.sync_buffers:
         return True
-    if contender.door == "replicate_older":
+    if contender.api == "replicate_older":
         held = [
             action
             for action in case.actions
             if isinstance(action, do.Set) and action.method == "requires_gradient_sync"
         ]
         return not calls_twice(case.model.root) and all(each.recurse and each.unit == -1 for each in held)
-    return contender.door in ("ddp", "zero1", "torch_zero")
+    return contender.api in ("ddp", "zero1", "torch_zero")
 
 
 def _notices_data(case: Case, contender: Contender) -> bool:
     """DTensors ignore what is assigned to their ``.data``, torch's own parameters too; compiled graphs save no views of it."""
     assigns = any(isinstance(action, do.Change) and action.how == "data_set" for action in case.actions)
-    return not assigns or not (case.settings.compiled or contender.door in (*SHARDING_DOORS, "replicate"))
+    return not assigns or not (case.settings.compiled or contender.api in (*SHARDING_APIS, "replicate"))
 
 
 def _takes_strides(case: Case, contender: Contender) -> bool:
     """torch's FSDP2 refuses a shard that is put in place and is not contiguous."""
     lays = any(isinstance(action, do.Change) and action.how == "lay" for action in case.actions)
-    return not lays or contender.door != "torch_fully_shard"
+    return not lays or contender.api != "torch_fully_shard"
 
 
 def _joins(case: Case, contender: Contender) -> bool:
@@ -157,7 +157,7 @@ def _joins(case: Case, contender: Contender) -> bool:
     if joins and (_joins_with_gradients(case.actions) or _holds_gradients(case.actions)):
         return False
     return not joins or (
-        not case.settings.sync_buffers and contender.door in ("ddp", "zero1", "torch_zero", *OVERLAP_DOORS)
+        not case.settings.sync_buffers and contender.api in ("ddp", "zero1", "torch_zero", *OVERLAP_APIS)
     )
 
 
@@ -184,34 +184,34 @@ def _joins_with_gradients(actions: Sequence[do.Action]) -> bool:
 
 def _has_units(case: Case, contender: Contender) -> bool:
     """Units that ``shard_model`` has chosen are not those that actions name."""
-    return contender.door != "shard_model" or not any(_names_a_unit(action) for action in case.actions)
+    return contender.api != "shard_model" or not any(_names_a_unit(action) for action in case.actions)
 
 
 def _defers_alike(case: Case, contender: Contender) -> bool:
     """Without an all-reduce, replicas of the whole model would hold everything back; of some units, those alone."""
     defers = any(isinstance(action, do.Set) and action.method == "requires_all_reduce" for action in case.actions)
-    mixes = any(own.other_door or own.flat for own in case.settings.own)
-    return not defers or not (mixes or contender.door in ("replicate", "replicate_older"))
+    mixes = any(own.other_api or own.flat for own in case.settings.own)
+    return not defers or not (mixes or contender.api in ("replicate", "replicate_older"))
 
 
 def _has_own(case: Case, contender: Contender) -> bool:
-    """What a unit has for itself is for doors that are called per unit."""
-    return not case.settings.own or contender.door in ("fully_shard", "replicate", "torch_fully_shard")
+    """What a unit has for itself is for APIs that are called per unit."""
+    return not case.settings.own or contender.api in ("fully_shard", "replicate", "torch_fully_shard")
 
 
 def _ignores(case: Case, contender: Contender) -> bool:
     """Parameters are ignored, or on meta, where the engine's newer APIs shard the model; some take the first rank's values."""
     # Ranks that begin apart are an error where they would train different models; slices of several are one model.
-    doors = {"": None, "synced": ("fully_shard", "shard_model"), "named": ("zero1",)}[case.settings.apart]
-    if doors is not None and contender.door not in doors:
+    apis = {"": None, "synced": ("fully_shard", "shard_model"), "named": ("zero1",)}[case.settings.apart]
+    if apis is not None and contender.api not in apis:
         return False
     asks = case.settings.ignored or case.settings.meta
-    return not asks or contender.door in ("fully_shard", "shard_model", "replicate", "torch_fully_shard")
+    return not asks or contender.api in ("fully_shard", "shard_model", "replicate", "torch_fully_shard")
 
 
 def _wraps(case: Case, contender: Contender) -> bool:
     """torch's ``replicate`` around units wants what DDP wants, and what it holds itself has the API of no unit."""
-    if contender.door != "within_replicate":
+    if contender.api != "within_replicate":
         return True
     holds = any(
         isinstance(action, (do.Set, do.Change, do.Take, do.Copy)) or action.is_engines for action in case.actions
@@ -225,7 +225,7 @@ def _wraps(case: Case, contender: Contender) -> bool:
 def _torch_is_right(case: Case, contender: Contender) -> bool:
     """Leave out what torch's class trains wrongly in silence: that is no excuse for ours."""
     takes_weights = any(isinstance(action, do.LossOf) and action.form in OF_WEIGHTS for action in case.actions)
-    return contender.door != "torch_fully_shard" or not (takes_weights or case.settings.apart)
+    return contender.api != "torch_fully_shard" or not (takes_weights or case.settings.apart)
 
 
 def _torch_can(case: Case, contender: Contender) -> bool:
@@ -233,7 +233,7 @@ def _torch_can(case: Case, contender: Contender) -> bool:
 
     Its clipping cannot take the largest value of an empty shard; it slices uneven shards of subclasses that cannot be.
     """
-    if contender.door != "torch_fully_shard":
+    if contender.api != "torch_fully_shard":
         return True
     takes_largest = any(isinstance(action, do.Clip) and action.how == "inf" for action in case.actions)
     return not takes_largest and all(rows % case.num_ranks == 0 for rows in rows_of_codes(case.model.root))
@@ -250,21 +250,21 @@ def _clips_shards(case: Case, contender: Contender) -> bool:
 
 
 def _means_the_same(case: Case, contender: Contender) -> bool:
-    """Doors with whole parameters show held gradients in ``.grad``, have no units, and DDP wants its turns."""
+    """Apis with whole parameters show held gradients in ``.grad``, have no units, and DDP wants its turns."""
     if is_engines(contender):
-        return contender.door != "replicate_older" or not _uses_held(case.actions)
+        return contender.api != "replicate_older" or not _uses_held(case.actions)
     if rows_of_codes(case.model.root) or not _suits_whole(case.actions):
         return False
     return (
         _suits_owners(case.actions)
-        if contender.door == "zero_alone"
-        else _suits_ddp(case, contender.door in OVERLAP_DOORS)
+        if contender.api == "zero_alone"
+        else _suits_ddp(case, contender.api in OVERLAP_APIS)
     )
 
 
 def _has_gradients(case: Case, contender: Contender) -> bool:
     """DDP refuses a model without a parameter that takes a gradient."""
-    is_wrapped = contender.door in ("ddp", "zero1", "torch_zero", *OVERLAP_DOORS)
+    is_wrapped = contender.api in ("ddp", "zero1", "torch_zero", *OVERLAP_APIS)
     return not is_wrapped or trains(case.model.root)
 
 
@@ -283,7 +283,7 @@ def _names_a_unit(action: do.Action) -> bool:
 
 
 def _suits_whole(actions: Sequence[do.Action]) -> bool:
-    """True for doors without units: nothing asks for one, nor for gradients that are only held or lie elsewhere."""
+    """True for APIs without units: nothing asks for one, nor for gradients that are only held or lie elsewhere."""
     for action in actions:
         if action.is_engines or isinstance(action, do.ChangeKept):
             return False

@@ -1,4 +1,4 @@
-"""The engine's doors, ours and torch's own: the same calls on ``fully_shard``, ``shard_model`` or ``replicate``."""
+"""The engine's APIs, ours and torch's own: the same calls on ``fully_shard``, ``shard_model`` or ``replicate``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Meshes = dict[tuple[int, str], DeviceMesh]
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """How a door cuts a model.
+    """How an API cuts a model.
 
     Attributes:
         shard: takes the modules of a unit and the arguments.  is_whole_model: called on the root alone.
@@ -50,9 +50,9 @@ class Maker:
     is_ours: bool = True
 
 
-def _ours(door: str) -> Callable[..., Any]:
+def _ours(api: str) -> Callable[..., Any]:
     def shard(modules: Any, **arguments: Any) -> None:
-        getattr(shardwise, door)(modules, **arguments)
+        getattr(shardwise, api)(modules, **arguments)
 
     return shard
 
@@ -85,16 +85,16 @@ def mesh_of(meshes: Meshes, num_ranks: int, kind: str, device: str) -> DeviceMes
 
 
 class EngineSide(Side):
-    """A rank of an engine's door.
+    """A rank of an engine's API.
 
     Attributes:
-        watch: counts full parameters, behind doors that shard.
+        watch: counts full parameters, behind APIs that shard.
     """
 
     def __init__(self, play: Play, seat: Seat, contender: Contender, meshes: Meshes, device: str = "cpu") -> None:
         super().__init__(play, seat, device)
         self.contender = contender
-        self._maker = MAKERS[contender.door]
+        self._maker = MAKERS[contender.api]
         self._meshes = meshes
         is_on_meta = bool(self.settings.meta) and self._maker.is_ours
         with torch.device("meta") if is_on_meta else nullcontext():
@@ -104,16 +104,16 @@ class EngineSide(Side):
         self.model = self.net = self._sharded(self.hooked(model if is_on_meta else model.to(device)))
         if is_on_meta:
             give_values(model, play)
-        if contender.door in ("fully_shard", "shard_model"):
+        if contender.api in ("fully_shard", "shard_model"):
             cast(Any, self.model).set_transport(contender.transport)
         shards = self.settings.mesh != "tensor" and seat.num_ranks > 1  # else full parameters may be DTensors too
         # On an accelerator units are padded for its kernels: more is planned than modules have registered.
-        shards &= contender.door != "within_replicate"  # whose own parameters stay full, too
-        shards &= not any(own.other_door for own in self.settings.own)  # replicas stay full
+        shards &= contender.api != "within_replicate"  # whose own parameters stay full, too
+        shards &= not any(own.other_api for own in self.settings.own)  # replicas stay full
         self._is_counted = self._maker.is_ours and self._maker.reshards and shards and device == "cpu"
         self.watch = Watch(self.net, self.ignored, self._most_units()) if self._is_counted else None
         # Of parameters that stay what they are every rank's own gradients show until they are averaged, as under DDP.
-        self._shows_unsynced = contender.door == "replicate_older"
+        self._shows_unsynced = contender.api == "replicate_older"
         if not self._maker.is_ours:
             self.mark(self.net)  # torch's own class loses attributes
         self.remake_optimizer()
@@ -131,16 +131,16 @@ class EngineSide(Side):
             mesh = mesh["data"]
         units = (("",),) if self._maker.is_whole_model else self.play.units
         for number, paths in enumerate(units):
-            if self.contender.door == "within_replicate" and "" in paths:
+            if self.contender.api == "within_replicate" and "" in paths:
                 continue
             modules = [model.get_submodule(path) for path in paths]
             own = self._own(number)
-            maker = MAKERS[_OTHERS.get(self.contender.door, self.contender.door)] if own.other_door else self._maker
+            maker = MAKERS[_OTHERS.get(self.contender.api, self.contender.api)] if own.other_api else self._maker
             arguments = self._arguments(maker, mesh, own, paths)
             maker.shard(modules if len(modules) > 1 else modules[0], **arguments)
             if self.settings.compiled and self._maker.is_ours:
                 self._compile(modules)
-        if self.contender.door == "within_replicate":
+        if self.contender.api == "within_replicate":
             peers.replicate(model)
         return model
 
@@ -161,7 +161,7 @@ class EngineSide(Side):
 
     def _arguments(self, maker: Maker, mesh: DeviceMesh | None, own: Own, paths: tuple[str, ...]) -> dict[str, Any]:
         settings, found = self.settings, dict[str, Any]()
-        if mesh is not None and not (own.flat or own.other_door):
+        if mesh is not None and not (own.flat or own.other_api):
             found["mesh"] = mesh
         reshard = settings.reshard if own.reshard is None else own.reshard
         if reshard is not None and maker.reshards:
@@ -186,7 +186,7 @@ class EngineSide(Side):
             found["ignored_params"] = {self.net.get_parameter(name) for name in self.ignored}
         if settings.offload:
             found["offload_policy"] = maker.cpu_offload()
-        if self.contender.door == "replicate_older":
+        if self.contender.api == "replicate_older":
             found["sync_buffers"] = settings.sync_buffers
         if self._maker.is_whole_model:
             found["min_unit_bytes"] = 0 if self.play.seed % 2 else 400

@@ -34,7 +34,7 @@ from fuzz.zoo import unbox
 from shardwise.checkpoint import finish, load, save
 from shardwise.testing.pool import WorkerPool
 
-DOORS = ("fully_shard", "fully_shard", "zero3", "zero2", "hsdp", "hfsdp", "ddp", "zero1", "replicate")
+APIS = ("fully_shard", "fully_shard", "zero3", "zero2", "hsdp", "hfsdp", "ddp", "zero1", "replicate")
 PLAIN = ("small_sgd", "adamw", "adam", "foreach", "fused", "adagrad", "rmsprop")
 USES = ("", "", "", "scale", "value", "drop", "unscale", "hook")
 KINDS = table(Mlp=6, Oddments=3, Conv=1, Lookup=1, Lstm=0.3, Norm=0.1)
@@ -77,7 +77,7 @@ class Fixed:
     model: Model
     steps: tuple[Step, ...]
     num: int = 4
-    door: str = "fully_shard"
+    api: str = "fully_shard"
     optimizer: str = "adamw"
     sharded: bool = False
     precision: str = "fp32"
@@ -91,9 +91,9 @@ class Fixed:
     def shapes(self) -> list[tuple[int, int]]:
         """Numbers of ranks, and of replicas: 0 for meshes with one axis."""
         ranks = [each for each in range(1, self.num_ranks + 1) if self.num % each == 0]
-        if self.door not in ("hsdp", "hfsdp"):
+        if self.api not in ("hsdp", "hfsdp"):
             return [(each, 0) for each in ranks]
-        if self.door == "hfsdp":  # makes a group of its mesh, which torch wants all ranks to make
+        if self.api == "hfsdp":  # makes a group of its mesh, which torch wants all ranks to make
             ranks = [self.num_ranks]
         return [(each, replicas) for each in ranks for replicas in range(1, each + 1) if each % replicas == 0]
 
@@ -101,7 +101,7 @@ class Fixed:
 def draw(seed: int, num_ranks: int) -> Fixed:
     """Return the program of ``seed``."""
     random = Random(f"{seed} {num_ranks} reproducible")
-    choose, door = random.choice, random.choice(DOORS)
+    choose, api = random.choice, random.choice(APIS)
     steps = tuple(
         Step(
             choose((1, 1, 1, 2)),
@@ -112,20 +112,20 @@ def draw(seed: int, num_ranks: int) -> Fixed:
         )
         for _ in range(choose((1, 2, 3)))
     )
-    is_matrix = door in ("fully_shard", "zero3", "zero2") and random.random() < 0.15
+    is_matrix = api in ("fully_shard", "zero3", "zero2") and random.random() < 0.15
     return Fixed(
         seed,
         num_ranks,
         draw_model(random, WEIGHTS, reals=True),
         steps,
         choose((4, 8, 12, 12)),
-        door,
+        api,
         "muon" if is_matrix else choose(PLAIN),
-        is_matrix or (door not in ("zero1", "ddp", "replicate") and random.random() < 0.4),
+        is_matrix or (api not in ("zero1", "ddp", "replicate") and random.random() < 0.4),
         choose(("fp32", "fp32", "mixed", "bf16")),
         choose(("auto", "gloo", "collective")),
         random.random() < 0.7,
-        door in ("fully_shard", "zero3") and random.random() < 0.15,
+        api in ("fully_shard", "zero3") and random.random() < 0.15,
         random.random() < 0.5,
         random.random() < 0.4,
     )
@@ -192,17 +192,17 @@ class _Run:
         options: dict[str, Any] = {"mp_policy": shardwise.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)}
         if case.columns:
             options["shard_placement_fn"] = lambda param: Shard(1) if param.dim() > 1 else None
-        if case.door == "fully_shard":
+        if case.api == "fully_shard":
             for paths in play.units:
                 modules = [model.get_submodule(path) for path in paths]
                 root = modules if len(modules) > 1 else modules[0]
                 shardwise.fully_shard(root, mesh=mesh, reshard_after_forward=case.reshard, **options)
-        elif case.door == "replicate":
+        elif case.api == "replicate":
             shardwise.replicate(model, mesh=mesh, **options)
         else:
-            shardwise.shard_model(model, strategy=case.door, mesh=mesh, min_unit_bytes=0, **options)
+            shardwise.shard_model(model, strategy=case.api, mesh=mesh, min_unit_bytes=0, **options)
         self.model: Any = model
-        if case.door != "replicate":
+        if case.api != "replicate":
             self.model.set_transport(case.transport)
         self.optimizer = self._optimizer()
         self.fixed = shardwise.Reproducible(model, self.optimizer, num_microbatches=case.num, seed=case.seed)
@@ -213,7 +213,7 @@ class _Run:
             named = {name: param for name, param in named.items() if param.ndim == 2 and param.requires_grad}
             return shardwise.ShardedOptimizer(named, torch.optim.Muon, lr=0.05) if named else None
         kind = OPTIMIZERS[case.optimizer]
-        if case.door == "zero1":
+        if case.api == "zero1":
             partition = "whole" if case.seed % 2 else "even"
             own = [param for param in named.values() if param.requires_grad]
             return shardwise.ZeroRedundancyOptimizer(
@@ -254,7 +254,7 @@ class _Run:
             nn.utils.clip_grad_value_(params, 0.01)
         elif step.use == "drop" and grads:
             next(param for param in params if param.grad is not None).grad = None
-        elif step.use == "unscale" and self.optimizer is not None and case.door not in ("zero1",) and not case.sharded:
+        elif step.use == "unscale" and self.optimizer is not None and case.api not in ("zero1",) and not case.sharded:
             scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
             scaler.scale(torch.ones(()))
             scaler.unscale_(self.optimizer)

@@ -243,7 +243,7 @@ def judge(
     """Return the verdict over ``ours``, tales of all ranks; ``torchs`` are those of torch's own class, None without one.
 
     Args:
-        is_engine: False for doors inside torch's own DDP, whose errors are not ours.
+        is_engine: False for APIs inside torch's own DDP, whose errors are not ours.
     """
     difference = first_difference(reference, ours, bound)
     reference_raised = _first_raised(reference)

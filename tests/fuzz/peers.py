@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from fuzz.case import Contender
 
 FILE = Path(__file__).parents[1] / "helpers" / "torch_peers.py"
-DOORS = ("torch_fully_shard", "torch_zero", "within_replicate")
+APIS = ("torch_fully_shard", "torch_zero", "within_replicate")
 
 
 def able(contenders: Iterable[Contender], file: Path = FILE) -> list[Contender]:
     """Return those of ``contenders`` that can run here: all, where ``file`` is there."""
     is_there = file.exists()
-    return [each for each in contenders if is_there or each.door not in DOORS]
+    return [each for each in contenders if is_there or each.api not in APIS]
 
 
 @functools.cache

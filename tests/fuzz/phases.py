@@ -18,7 +18,7 @@ MODULE = "shardwise_fuzz_case"
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of a program between restarts; ``then``: how it was saved, and the door and update that go on ("": the same)."""
+    """A part of a program between restarts; ``then``: how it was saved, and the API and update that go on ("": the same)."""
 
     num_ranks: int
     program: Program

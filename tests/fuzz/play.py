@@ -46,7 +46,7 @@ class Told:
 
 def make_side(play: Play, seat: Seat, contender: Contender, device: str) -> Side:
     """Return the ``s`` of a program for ``contender``.  Collective."""
-    if contender.door in MAKERS:
+    if contender.api in MAKERS:
         return EngineSide(play, seat, contender, _meshes, device)
     return ZeroSide(play, seat, contender, device)
 

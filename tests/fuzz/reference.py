@@ -80,7 +80,7 @@ class Exchange:
 class ReferenceSide(Side):
     """A rank of plain torch.
 
-    Gradients are held back, counted and averaged as the engine's doors do it: a unit that does not sync holds what came
+    Gradients are held back, counted and averaged as the engine's APIs do it: a unit that does not sync holds what came
     until a backward in which it does.
     """
 

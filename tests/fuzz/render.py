@@ -191,7 +191,7 @@ def _tail(case: Case) -> str:
     phases = [f"    ({case.num_ranks}, program0, None),"]
     for number, (restart, _) in enumerate(phases_of(case)[1:], start=1):
         assert restart is not None
-        then = (restart.how, restart.door, restart.update)
+        then = (restart.how, restart.api, restart.update)
         phases.append(f"    ({restart.num_ranks}, program{number}, {then!r}),")
     units = [tuple(path_of(place) for place in group) for group in case.model.units]
     contenders = [f"    {brief(each)}," for each in case.contenders]

@@ -86,7 +86,7 @@ class Side:
     # ---- what a program does ----
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Run backward and let gradients reach ``.grad`` as this door has it."""
+        """Run backward and let gradients reach ``.grad`` as this API has it."""
         loss.backward(retain_graph=retain_graph)
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
@@ -117,7 +117,7 @@ class Side:
         return self.clip_norm(params, bound, float("inf") if how == "inf" else 2.0)
 
     def clip_norm(self, params: list[nn.Parameter], bound: float, norm_type: float) -> Tensor:
-        """Clip by norm as a user of this door does."""
+        """Clip by norm as a user of this API does."""
         norm = torch.nn.utils.clip_grad_norm_(params, bound, norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

@@ -43,7 +43,7 @@ class Weights:
         own: of each thing that a unit may have for itself.
         turns: that every forward is followed by its backward and a step, and everything is used, as overlapped steps need it.
     Attributes, of contenders:
-        doors: relative weights of contenders' doors.  num_contenders: of ours, per case.
+        APIs: relative weights of contenders' APIs.  num_contenders: of ours, per case.
         ranks: relative weights of world sizes.
     """
 
@@ -104,7 +104,7 @@ class Weights:
     own: float = 0.0
     sync_buffers: float = 0.0
     compiled: Table = field(default_factory=table)
-    doors: Table = field(
+    apis: Table = field(
         default_factory=lambda: table(fully_shard=6, shard_model=1, replicate=1, replicate_older=1, zero1=1)
     )
     num_contenders: int = 3

@@ -1,4 +1,4 @@
-"""The doors where parameters stay whole: DDP, ZeRO-1 under DDP, ZeRO-2 without it; ours and torch's own."""
+"""The APIs where parameters stay whole: DDP, ZeRO-1 under DDP, ZeRO-2 without it; ours and torch's own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOOKS = {"overlap": shardwise.hook_with_zero_step, "interleaved": shardwise.hook
 class ZeroSide(Side):
     """A rank whose parameters are whole.
 
-    Doors: "ddp" (plain DDP), "zero1", "torch_zero" (DDP and a sharded optimizer), "zero_alone" (no DDP, nobody
+    Apis: "ddp" (plain DDP), "zero1", "torch_zero" (DDP and a sharded optimizer), "zero_alone" (no DDP, nobody
     averages gradients), "overlap", "interleaved" (the step happens in DDP's backward).
     """
 
@@ -38,46 +38,46 @@ class ZeroSide(Side):
         self.contender = contender
         self.net = self.model = self.hooked(self.begin(play.build()).to(device))
         self._hooked: DistributedDataParallel | None = None
-        if contender.door != ALONE:
+        if contender.api != ALONE:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # newer names of the same arguments
                 self.model = DistributedDataParallel(
                     self.net,
-                    find_unused_parameters=contender.door not in HOOKS,
+                    find_unused_parameters=contender.api not in HOOKS,
                     broadcast_buffers=self.settings.sync_buffers,
                     gradient_as_bucket_view=self.settings.bucket_view,
                 )
-        hides_grads = contender.door in (ALONE, *HOOKS)
+        hides_grads = contender.api in (ALONE, *HOOKS)
         self.hidden = frozenset({"state", "grad"} if hides_grads else {"state"})  # each rank knows its own share alone
         self.remake_optimizer()
 
     def make_optimizer(self) -> Optimizer:
-        optim, door = self.settings.optim, self.contender.door
-        if door == "ddp":
+        optim, api = self.settings.optim, self.contender.api
+        if api == "ddp":
             return super().make_optimizer()
         kind = OPTIMIZERS[optim.name]
         groups = groups_of(self.stepped(), optim)
-        if door == "torch_zero":
+        if api == "torch_zero":
             return peers.zero(groups, kind.make, self.settings.bucket_view, kind.options)
         is_mixed = len({param.dtype for param in self.net.parameters()}) > 1
         zero = shardwise.ZeroRedundancyOptimizer(
             groups,
             kind.make,
             parameters_as_bucket_view=self.settings.bucket_view,
-            overlap_with_ddp=door in HOOKS,
+            overlap_with_ddp=api in HOOKS,
             partition="even" if self.contender.update.startswith("even") else "whole",
             mixed_dtypes=is_mixed,
             **kind.options,
         )
-        if door in HOOKS:
+        if api in HOOKS:
             assert isinstance(self.model, DistributedDataParallel)
-            self.model.register_comm_hook(None, HOOKS[door](allreduce_hook, self.model, zero))
+            self.model.register_comm_hook(None, HOOKS[api](allreduce_hook, self.model, zero))
         return zero
 
     # ---- what a program does ----
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
-        if self.contender.door in HOOKS:
+        if self.contender.api in HOOKS:
             return None
         return super().step(closure)
 
@@ -102,7 +102,7 @@ class ZeroSide(Side):
 
     def _whole_optimizer_state(self) -> Any:
         optimizer: Any = self.optimizer
-        if self.contender.door == "ddp":
+        if self.contender.api == "ddp":
             return copy.deepcopy(optimizer.state_dict())
         found: Any = None
         for rank in range(dist.get_world_size()):
@@ -113,7 +113,7 @@ class ZeroSide(Side):
 
     def record(self, moment: str | tuple[str, Tensor]) -> Record:
         found = super().record(moment)
-        if self.contender.door in HOOKS and not found.label.startswith("step"):
+        if self.contender.api in HOOKS and not found.label.startswith("step"):
             hidden = self.hidden | {"param", "kept", "grad"}  # backward has made the step already
             return Record(found.label, found.shared, found.own, hidden)
         return found

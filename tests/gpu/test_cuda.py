@@ -151,18 +151,18 @@ def test_peak_is_the_plan_s() -> None:
     assert engine.comm_ctx.pool.peak_used_bytes == peak_bytes(engine.exec_order.plan.calls)
 
 
-def build_behind(door: str, device: torch.device, **kwargs: object) -> nn.Module:
-    if door == "fully_shard":
+def build_behind(api: str, device: torch.device, **kwargs: object) -> nn.Module:
+    if api == "fully_shard":
         return build(**kwargs)
     torch.manual_seed(0)
     return replicate(nn.Sequential(*(Block(256, 512) for _ in range(4))).to(device), **kwargs)
 
 
 @on_ranks(1, 2, backend="nccl", fresh=True)
-@pytest.mark.parametrize("door", ["fully_shard", "replicate"])
-def test_the_host_waits_for_nothing_in_a_step(door: str) -> None:
+@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
+def test_the_host_waits_for_nothing_in_a_step(api: str) -> None:
     device = on_gpu()
-    model = build_behind(door, device)
+    model = build_behind(api, device)
     x = torch.randn(8, 256, device=device)
     for _ in range(3):
         model(x).sum().backward()
@@ -174,11 +174,11 @@ def test_the_host_waits_for_nothing_in_a_step(door: str) -> None:
 
 
 @on_ranks(1, 2, backend="nccl", fresh=True)
-@pytest.mark.parametrize("door", ["fully_shard", "replicate"])
+@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
 @pytest.mark.parametrize("precision", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)])
-def test_a_step_leaves_no_memory_behind(door: str, precision: MixedPrecisionPolicy) -> None:
+def test_a_step_leaves_no_memory_behind(api: str, precision: MixedPrecisionPolicy) -> None:
     device = on_gpu()
-    model = build_behind(door, device, mp_policy=precision)
+    model = build_behind(api, device, mp_policy=precision)
     x = torch.randn(8, 256, device=device)
     held = []
     for _ in range(6):
@@ -282,11 +282,11 @@ class Codebook(nn.Module):
 
 
 @on_ranks(1, 2, backend="nccl", fresh=True)
-@pytest.mark.parametrize("door", [fully_shard, replicate])
-def test_what_forward_writes_reaches_the_shards(door: Callable[[nn.Module], object]) -> None:
+@pytest.mark.parametrize("api", [fully_shard, replicate])
+def test_what_forward_writes_reaches_the_shards(api: Callable[[nn.Module], object]) -> None:
     device = on_gpu()
     model = nn.Sequential(Codebook(), nn.Linear(256, 8)).to(device)
-    door(model)
+    api(model)
     for _ in range(4):
         model(torch.ones(2, 256, device=device)).sum().backward()
     codes = model.state_dict()["0.codes"].full_tensor()

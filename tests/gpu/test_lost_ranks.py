@@ -22,27 +22,27 @@ from shardwise.testing.pool import share_gpus
 pytestmark = pytest.mark.gpu
 
 
-def build(door: str, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(api: str, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(256, 512) for _ in range(3))).to(device)
-    if door == "zero":
+    if api == "zero":
         ddp = nn.parallel.DistributedDataParallel(model)
         return ddp, ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
-    if door == "fully_shard":
+    if api == "fully_shard":
         for block in model:
             fully_shard(block)
-    (fully_shard if door == "fully_shard" else replicate)(model)
+    (fully_shard if api == "fully_shard" else replicate)(model)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def lose_one(door: str, how: str, folder: Path, limit_s: float) -> None:
+def lose_one(api: str, how: str, folder: Path, limit_s: float) -> None:
     """Train; in the third step rank 1 does ``how``.  Write down what rank 0 raises, and end without torch's destructors."""
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # else torch ends the process, if NCCL finds it out first
     rank, limit = int(os.environ["RANK"]), timedelta(seconds=limit_s)
     device = share_gpus(rank, 2)
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=limit)
-    model, optimizer = build(door, device)
+    model, optimizer = build(api, device)
     x, begin = torch.ones(4, 256, device=device), 0.0
     try:
         for step in range(20):
@@ -66,7 +66,7 @@ def lose_one(door: str, how: str, folder: Path, limit_s: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("door", "how", "limit_s", "most_s"),
+    ("api", "how", "limit_s", "most_s"),
     [
         ("fully_shard", "kill", 300.0, 25.0),
         ("replicate", "kill", 300.0, 25.0),
@@ -75,10 +75,10 @@ def lose_one(door: str, how: str, folder: Path, limit_s: float) -> None:
     ],
 )
 def test_who_waits_for_it_says_its_name(
-    door: str, how: str, limit_s: float, most_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    api: str, how: str, limit_s: float, most_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardwise.testing.pool.GRACE_S", 30.0)  # for what is tested
-    asked = {"door": door, "how": how, "folder": tmp_path, "limit_s": limit_s}
+    asked = {"api": api, "how": how, "folder": tmp_path, "limit_s": limit_s}
     with WorkerPool(2, 90.0) as pool:
         pool.attempt(lose_one, num_ranks=2, backend="none", **asked)
     kind, text, seconds = json.loads((tmp_path / "told").read_text())

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from helpers.sharded import step_on_drawn_gradients
-from helpers.state_doors import Api, adamw, fully_sharded, itself, sharded, zero
+from helpers.state_apis import Api, adamw, fully_sharded, itself, sharded, zero
 from shardwise import fully_shard, replicate
 from shardwise.checkpoint import load, save
 from shardwise.checkpoint.contents import parts_of

@@ -13,7 +13,7 @@ NUM_FILES = 12
 def write_text(folder: Path) -> Path:
     """Fill ``folder`` with a corpus that is learned in a few steps."""
     for index in range(NUM_FILES):
-        words = f"the cat number {index} sat on the mat, and the dog sat by the door. "
+        words = f"the cat number {index} sat on the mat, and the dog sat by the api. "
         (folder / f"{index}.txt").write_text(words * 60)
     return folder
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.links import SEGMENT_BYTES, make_links
-from helpers.posts import announce_as, gone_process
+from helpers.store_exchanges import announce_as, gone_process
 
 from shardwise import TransportError, observe
 from shardwise.collectives.host.local_peers import HEADER_BYTES, NUM_WORDS, Arena, Segment

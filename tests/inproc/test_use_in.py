@@ -138,8 +138,8 @@ def test_no_method_of_torchs_class_is_reached_through_a_sharded_module() -> None
     names = {name for name in dir(torchs.FSDPModule) if not name.startswith("_")} | NAMES_OF_2_15 | CLASS_AND_TOOLS
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
-        doors = (shardwise.fully_shard, shardwise.replicate)
-        kinds = [type(door(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (4,)))) for door in doors]
+        apis = (shardwise.fully_shard, shardwise.replicate)
+        kinds = [type(api(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (4,)))) for api in apis]
     finally:
         dist.destroy_process_group()
     for kind in kinds:

@@ -9,7 +9,7 @@ import pytest
 from chaos.campaign import diverging, faulty, matrix, places_of, transacting
 from chaos.job import Ending, Job
 from chaos.judge import judge
-from chaos.program import DOORS, Program
+from chaos.program import APIS, Program
 
 SAME = ("aa", "bb")
 PROGRAM = Program("fully_shard", "auto")
@@ -69,8 +69,8 @@ def test_what_ddp_itself_raises_is_the_users_and_what_comes_from_our_optimizer_i
 
 def test_the_matrix_has_every_place_of_every_api() -> None:
     jobs = list(islice(matrix((2, 4)), None))
-    for door in DOORS:
-        program = Program(door, "auto")
+    for api in APIS:
+        program = Program(api, "auto")
         killed = {job.fault.at for job in jobs if job.fault and job.program == program and job.name == "kill"}
         assert killed == set(places_of(program, 4)) | set(places_of(program, 2))
 

@@ -79,9 +79,9 @@ def test_half_precision_is_drawn_where_it_is_exact() -> None:
 def test_units_have_things_for_themselves_behind_apis_that_are_called_per_unit() -> None:
     drawn = [draw(seed, "mixed") for seed in range(200)]
     own = [each for case in drawn for each in case.settings.own]
-    for name, values in {"other_door": 2, "flat": 2, "half": 2, "reshard": 3}.items():
+    for name, values in {"other_api": 2, "flat": 2, "half": 2, "reshard": 3}.items():
         assert len({getattr(each, name) for each in own}) == values
-    assert {each.door for case in drawn for each in case.contenders} == {
+    assert {each.api for case in drawn for each in case.contenders} == {
         "fully_shard",
         "replicate",
         "torch_fully_shard",
@@ -121,15 +121,15 @@ def test_step_counts_that_are_copies_are_not_expected_to_follow_later_steps() ->
 def test_no_api_without_units_is_asked_for_methods_of_units() -> None:
     asks = small(*STEP, do.Unshard(0))
     assert suits(asks, Contender("fully_shard"))
-    assert not any(suits(asks, Contender(door)) for door in ("shard_model", "zero1", "ddp", "overlap"))
+    assert not any(suits(asks, Contender(api)) for api in ("shard_model", "zero1", "ddp", "overlap"))
     plain = small()
-    assert all(suits(plain, Contender(door)) for door in ("fully_shard", "shard_model", "zero1", "overlap"))
+    assert all(suits(plain, Contender(api)) for api in ("fully_shard", "shard_model", "zero1", "overlap"))
     held = small(do.Set("requires_gradient_sync", 0.0), *STEP)
     assert suits(held, Contender("fully_shard"))
     synced = small(do.Set("requires_gradient_sync", 0.0), *STEP[:2], do.Set("requires_gradient_sync", 1.0), *STEP)
-    for door in ("zero1", "replicate_older"):  # there, .grad shows what is held
-        assert not suits(held, Contender(door))
-        assert suits(synced, Contender(door))
+    for api in ("zero1", "replicate_older"):  # there, .grad shows what is held
+        assert not suits(held, Contender(api))
+        assert suits(synced, Contender(api))
 
 
 # ---- text ----
@@ -255,7 +255,7 @@ def test_shrinking_keeps_the_contender_that_fails() -> None:
     case = replace(
         small(*STEP, settings=Settings(optim=Optim("modular"))), contenders=(Contender("zero1"), Contender("ddp"))
     )
-    result = shrink(case, lambda found: found.contenders[0].door == "zero1", max_tries=500)
+    result = shrink(case, lambda found: found.contenders[0].api == "zero1", max_tries=500)
     assert result.contenders[0] == Contender("zero1")
     assert path_of(()) == ""
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from fuzz import peers
 from fuzz.case import Contender
 
-CONTENDERS = [Contender(door) for door in ("fully_shard", "torch_fully_shard", "zero1", "torch_zero", "ddp")]
+CONTENDERS = [Contender(api) for api in ("fully_shard", "torch_fully_shard", "zero1", "torch_zero", "ddp")]
 
 
 def test_without_the_file_of_the_tests_torchs_own_classes_are_left_out() -> None:
-    assert [each.door for each in peers.able(CONTENDERS, Path("nowhere.py"))] == ["fully_shard", "zero1", "ddp"]
+    assert [each.api for each in peers.able(CONTENDERS, Path("nowhere.py"))] == ["fully_shard", "zero1", "ddp"]
 
 
 def test_in_a_checkout_they_are_there() -> None:

@@ -122,16 +122,16 @@ class RoundTrip(Action):
 
 @dataclass(frozen=True, slots=True)
 class Restart(Action):
-    """Save everything, end all ranks, and go on with ``num_ranks`` of them behind another door.
+    """Save everything, end all ranks, and go on with ``num_ranks`` of them behind another API.
 
     Attributes:
         how: "full" (whole tensors through a file) or "dcp" (``torch.distributed.checkpoint``).
-        door, update: of the contender that goes on; "" for the same.
+        API, update: of the contender that goes on; "" for the same.
     """
 
     num_ranks: int = 1
     how: str = "full"
-    door: str = ""
+    api: str = ""
     update: str = ""
 
     def write(self, page: Page) -> None:

@@ -1,4 +1,4 @@
-"""Methods of the engine's doors."""
+"""Methods of the engine's APIs."""
 
 from __future__ import annotations
 

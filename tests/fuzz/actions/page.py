@@ -59,7 +59,7 @@ class Action(ABC):
 
     @property
     def is_engines(self) -> bool:
-        """True if only the engine's doors can do it."""
+        """True if only the engine's APIs can do it."""
         return False
 
     @abstractmethod

@@ -128,4 +128,6 @@ def test_weights_of_another_model_are_refused_by_name_and_shape(runs: tuple[Path
 
 def test_ranks_that_build_other_weights_train_a_mixture_of_them(runs: tuple[Path, dict[str, str]]) -> None:
     _, said = runs
-    assert "different/report.html" in said["different"]  # the warning is tests/dist/test_ranks_begin_alike.py's
+    assert (
+        "different/report.html" in said["different"]
+    )  # the warning is tests/dist/consistency/test_ranks_begin_alike.py's

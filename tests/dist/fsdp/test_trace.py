@@ -55,13 +55,13 @@ def _buckets(sizes: Iterable[int], limits: Sequence[int]) -> Iterator[int]:
         yield filled
 
 
-def sharded(door: object, width: int = 16) -> nn.Module:
+def sharded(api: object, width: int = 16) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(*[Block(width, 4 * width) for _ in range(3)])
-    assert callable(door)
+    assert callable(api)
     for block in model:
-        door(block)
-    door(model)
+        api(block)
+    api(model)
     return model
 
 
@@ -73,8 +73,8 @@ def step(model: nn.Module, width: int = 16) -> None:
 def test_the_trace_of_a_step_is_its_plan_with_times() -> None:
     replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     hybrid = functools.partial(fully_shard, mesh=replicas)
-    for door in (fully_shard, hybrid, functools.partial(fully_shard, reshard_after_forward=False), replicate):
-        model = sharded(door)
+    for api in (fully_shard, hybrid, functools.partial(fully_shard, reshard_after_forward=False), replicate):
+        model = sharded(api)
         for _ in range(2):
             step(model)
         with shardwise.trace(model) as trace:
@@ -98,8 +98,8 @@ def test_the_trace_of_a_step_is_its_plan_with_times() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("traced", ["root", "inner", "gathered by hand"])
 def test_a_trace_that_begins_with_the_first_step_has_the_planned_calls_of_those_after_it(traced: str) -> None:
-    for door in (fully_shard, replicate):
-        model = sharded(door)
+    for api in (fully_shard, replicate):
+        model = sharded(api)
         if traced == "gathered by hand":  # by an engine of its own, which the root's takes the place of
             model.unshard()
         with shardwise.trace(model[1] if traced == "inner" else model) as trace:
@@ -186,7 +186,7 @@ def test_what_units_call_was_planned_before_any_of_them_was_there() -> None:
     hybrid = functools.partial(fully_shard, mesh=replicas)
     zero2 = functools.partial(fully_shard, strategy="zero2")
     full = Setting(ranks=2, min_unit_bytes=0)
-    for door, transport, setting, width in (
+    for api, transport, setting, width in (
         (fully_shard, "auto", replace(full, transport=SHARED), 16),
         (fully_shard, "collective", full, 16),
         (hybrid, "auto", replace(full, strategy="hsdp", replicas=2), 16),
@@ -194,10 +194,10 @@ def test_what_units_call_was_planned_before_any_of_them_was_there() -> None:
         (replicate, "auto", replace(full, strategy="ddp"), 16),
         (None, "auto", replace(full, transport=SHARED), 16),
     ):
-        model = sharded(door or (lambda _: None), width)
-        if door is None:
+        model = sharded(api or (lambda _: None), width)
+        if api is None:
             shardwise.shard_model(model, min_unit_bytes=0)
-        elif door is not replicate:
+        elif api is not replicate:
             model.set_transport(transport)  # pyright: ignore[reportCallIssue]
         for _ in range(2):
             step(model, width)

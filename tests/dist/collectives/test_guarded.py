@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers.scripts import load_script
 
-BROKEN = "tests/dist/test_broken_connections.py"
+BROKEN = "tests/dist/collectives/test_broken_connections.py"
 SLICE = (
     f"{BROKEN}::test_a_reduction_that_is_half_done_ends_and_its_memory_is_never_lent_again[wait]",
     f"{BROKEN}::test_a_broadcast_that_is_half_done_is_not_waited_for",

@@ -79,9 +79,9 @@ def test_ignored_parameters_that_differ_beside_shards(tmp_path: Path) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("door", [fully_shard, replicate, DistributedDataParallel])
-def test_equal_parameters_are_saved(tmp_path: Path, door: Callable[[nn.Module], nn.Module]) -> None:
-    model = door(Net(seed=0))
+@pytest.mark.parametrize("api", [fully_shard, replicate, DistributedDataParallel])
+def test_equal_parameters_are_saved(tmp_path: Path, api: Callable[[nn.Module], nn.Module]) -> None:
+    model = api(Net(seed=0))
     step(model)
     assert save(tmp_path, {"model": model}, step=1) is not None
 

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from helpers.compare import full
 from helpers.inside import engine_of, link_name_of, parts_from
 from helpers.models import batch_for
-from helpers.posts import on_host
 from helpers.ranks import on_ranks
 from helpers.sharded import build_sharded
+from helpers.store_exchanges import on_host
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 

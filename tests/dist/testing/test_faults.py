@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from chaos.program import DOORS, Program
+from chaos.program import APIS, Program
 from chaos.rank_program import train
 from helpers.jobs import Job, tell
 from torch import nn
@@ -25,7 +25,7 @@ from shardwise.testing import WorkerPool, faults
 from shardwise.testing.faults import PLACES, Fault
 
 EVERYWHERE = ("init", "between steps", "forward", "evaluation", "backward", "optimizer step")
-OF_DOOR = {
+OF_API = {
     "fully_shard": ("all-gather", "reduction"),
     "hsdp": ("reduction",),
     "replicate": ("reduction",),
@@ -35,11 +35,11 @@ OF_DOOR = {
 }
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_every_place_of_an_api_is_come_to(pool: WorkerPool, door: Any, tmp_path: Path) -> None:
-    program = Program(door, "auto")
+@pytest.mark.parametrize("api", APIS)
+def test_every_place_of_an_api_is_come_to(pool: WorkerPool, api: Any, tmp_path: Path) -> None:
+    program = Program(api, "auto")
     seen = pool.run(places_seen, num_ranks=2, program=program, folder=str(tmp_path))
-    assert set(EVERYWHERE) | set(OF_DOOR[door]) | {"checkpoint save", "checkpoint load"} <= set(seen[0])
+    assert set(EVERYWHERE) | set(OF_API[api]) | {"checkpoint save", "checkpoint load"} <= set(seen[0])
     assert set(seen[0]) <= set(PLACES)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.testing import WorkerPool
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "plan_accuracy.py"
+BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "plan_accuracy.py"
 NAMES = ("full, tied",)  # the smallest; the benchmark has all
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
-from helpers.posts import MEMBERS, make_exchange, on_threads
+from helpers.store_exchanges import MEMBERS, make_exchange, on_threads
 
 from shardwise.consistency import agreement
 from shardwise.consistency.agreement import StoreGather

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from helpers.posts import announce_as, announce_elsewhere, gone_process, make_exchange
+from helpers.store_exchanges import announce_as, announce_elsewhere, gone_process, make_exchange
 
 from shardwise import DesyncError, TransportError, record
 from shardwise.consistency import failure_report

@@ -1,4 +1,4 @@
-"""Doors behind which state is saved and loaded: how a model with a layer ``first`` is wrapped, and its optimizer made."""
+"""Apis behind which state is saved and loaded: how a model with a layer ``first`` is wrapped, and its optimizer made."""
 
 from __future__ import annotations
 

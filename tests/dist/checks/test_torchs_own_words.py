@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, prune
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.checkpoint import save
 
-PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
+PAGE = Path(__file__).parents[3] / "docs" / "errors.md"
 
 
 def sharded() -> Any:

@@ -256,7 +256,7 @@ def test_segments_larger_than_dev_shm(tmp_path: Path) -> None:
         pytest.skip(f"no mounts without root rights here: {error}")
     script = tmp_path / "tiny.py"
     script.write_text(TINY_SHM)
-    roots = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(shardwise.__file__).parents[1])]
+    roots = [str(Path(__file__).parent), str(Path(__file__).parents[2]), str(Path(shardwise.__file__).parents[1])]
     done = subprocess.run(
         [*apart, f'{mount} && exec "$0" "$1"', sys.executable, str(script)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(roots)},

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from helpers.posts import MEMBERS, announce_as, gone_process, make_exchange, on_threads
+from helpers.store_exchanges import MEMBERS, announce_as, gone_process, make_exchange, on_threads
 
 from shardwise.consistency.agreement import StoreExchange, open_numbered_exchange
 from shardwise.consistency.store import JobStore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
-from helpers.posts import announce_as, gone_process, make_exchange, on_threads
+from helpers.store_exchanges import announce_as, gone_process, make_exchange, on_threads
 
 from shardwise import DesyncError
 from shardwise.consistency.agreement import MismatchCheck, StoreExchange

@@ -34,7 +34,7 @@ def _no_communication(model: GPT, _: Setup) -> nn.Module:
     return model
 
 
-def time_with_a_wrong_door(config: BenchConfig) -> RankTimes:
+def time_with_a_wrong_api(config: BenchConfig) -> RankTimes:
     """Runs on every rank: one contender forgets to communicate."""
     wrong = dataclasses.replace(CONTENDERS["shardwise full"], wrap=_no_communication)
     return time_steps(config, {**CONTENDERS, wrong.name: wrong})
@@ -49,7 +49,7 @@ def time_steps_of_little(config: BenchConfig) -> RankTimes:
 
 
 def test_a_contender_that_does_not_communicate_is_found(pool: WorkerPool) -> None:
-    found = pool.run(time_with_a_wrong_door, config=_config("local", "DDP", "shardwise full"))
+    found = pool.run(time_with_a_wrong_api, config=_config("local", "DDP", "shardwise full"))
     for times in found:
         assert times.seconds == {}
         assert len(times.wrong) == 1

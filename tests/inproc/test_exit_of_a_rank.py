@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-from helpers.posts import announce_as, announce_elsewhere, on_host
+from helpers.store_exchanges import announce_as, announce_elsewhere, on_host
 
 from shardwise.consistency import failure_report
 from shardwise.consistency.failure_report import ASKS, leave_job, put, watch_end

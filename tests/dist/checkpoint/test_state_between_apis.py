@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.compare import comparable
 from helpers.sharded import step_on_drawn_gradients
-from helpers.state_doors import OPTIONS, Api, adamw, fully_sharded, itself, sharded, zero
+from helpers.state_apis import OPTIONS, Api, adamw, fully_sharded, itself, sharded, zero
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

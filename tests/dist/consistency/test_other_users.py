@@ -15,9 +15,9 @@ import torch.distributed as dist
 from helpers.commands import COMMAND, options
 from helpers.forked_commands import start_forked
 from helpers.network import listeners
+from helpers.other_users import NOBODY, run_as_nobody, second_user, stranger_at
 from helpers.ranks import on_ranks
 from helpers.runs import write_text
-from helpers.strangers import NOBODY, run_as_nobody, second_user, stranger_at
 
 from shardwise import ShardwiseError, fully_shard
 from shardwise.collectives.host.local_peers import HEADER_BYTES, Segment

@@ -22,7 +22,7 @@ import torch, torch.distributed as dist
 import shardwise
 from shardwise.consistency import liveness
 
-rank, size, door, transport = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+rank, size, API, transport = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 host = rank * 2 // size
 os.environ["GLOO_SOCKET_IFNAME"] = ("inside", "outside")[host]
 store = dist.TCPStore(sys.argv[5], 29400, size, rank == 0)
@@ -31,15 +31,15 @@ shardwise.set_default_transport(transport)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
 with mock.patch.object(liveness, "BOOT_ID", SimpleNamespace(read_text=lambda: f"host {host}")):
-    if door in ("fully_shard", "whole_matrix"):
+    if API in ("fully_shard", "whole_matrix"):
         for module in (model[0], model[2], model):
             shardwise.fully_shard(module)
-    elif door == "replicate":
+    elif API == "replicate":
         shardwise.replicate(model)
     else:
         shardwise.shard_model(model, strategy="zero2", min_unit_bytes=0)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    if door == "whole_matrix":
+    if API == "whole_matrix":
         plain = shardwise.ShardedOptimizer(dict(model.named_parameters()), torch.optim.SGD, lr=0.1, update="whole_matrix")
     try:
         for step in range(1_000_000):
@@ -62,7 +62,7 @@ def networks() -> Generator[Networks, None, None]:
 
 
 @pytest.mark.parametrize(
-    ("door", "transport", "ranks_per_host"),
+    ("api", "transport", "ranks_per_host"),
     [
         ("fully_shard", "gloo", 1),
         ("fully_shard", "collective", 1),
@@ -74,14 +74,14 @@ def networks() -> Generator[Networks, None, None]:
         ("zero2", "auto", 2),
     ],
 )
-def test_a_cut_cable_is_named_on_both_sides(networks: Networks, door: str, transport: str, ranks_per_host: int) -> None:
+def test_a_cut_cable_is_named_on_both_sides(networks: Networks, api: str, transport: str, ranks_per_host: int) -> None:
     size = 2 * ranks_per_host
     with ExitStack() as stack:
         ranks: list[subprocess.Popen[str]] = []
         for rank in range(size):
             place = networks.inside if rank < ranks_per_host else networks.outside
             words = [*networks.enter(place), sys.executable, "-W", "ignore", "-c", _RANK]
-            words += [str(rank), str(size), door, transport, ADDRESS]
+            words += [str(rank), str(size), api, transport, ADDRESS]
             process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             ranks.append(stack.enter_context(process))
             stack.callback(process.kill)
