@@ -27,8 +27,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(CASES), os.environ.g
 
 from helpers.checkpoints import load_behind, save_behind  # noqa: E402
 from helpers.jobs import PRELOAD  # noqa: E402
-from test_checkpoint_damage import cases  # noqa: E402
 from test_checkpoint_apis import SIZES, apis_at  # noqa: E402
+from test_checkpoint_damage import cases  # noqa: E402
 from test_checkpoint_format import check_header_mutation, check_mutation  # noqa: E402
 
 from shardwise import fully_shard  # noqa: E402

@@ -326,12 +326,12 @@ def test_files_and_functions_are_short() -> None:
 
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
-    "fsdp": 5640,  # with plan and checks 6380; containers.py (136) and loop/trace.py (98) were in it
+    "fsdp": 5700,  # with plan and checks 6482; containers.py (136) and loop/trace.py (98) were in it; issue 57 about 300
     "collectives": 2654,  # of 2800
     "checkpoint": 2470,  # with transaction 2900; issue 62: the removal of one version
     "publish": 564,  # issue 62, which allows 650 with sleep
-    "recipes": 2012,  # issue 48: --memory 10; issue 49: --reproducible 50, --elastic 40; issue 57: report 160
-    "consistency": 1822,  # issue 49: what hosts of an elastic run exchange
+    "recipes": 2027,  # issue 48: --memory 10; 49: --reproducible 50, --elastic 40; 60: data 10; 57: report 160
+    "consistency": 1823,  # issue 49: what hosts of an elastic run exchange
     "planner": 1460,  # issue 48: 65 for what a rank measures, blocks that keep activations, and your optimizer's state
     "optim": 1693,
     "zero": 1048,
@@ -340,12 +340,12 @@ BUDGETS = {
     "transaction": 468,
     "elastic": 1150,  # issue 61, of which under torchrun 234
     "reproducible": 510,  # issue 49
-    "loop": 735,  # of which trace.py, once in fsdp, 98; issue 61: what a launcher asks of a supervisor
+    "loop": 758,  # of which trace.py, once in fsdp, 98; issue 61: what a launcher asks of a supervisor
     "testing": 376,
-    "plan": 342,
+    "plan": 344,
     "data": 450,  # issue 60
-    "prove": 1245,  # issue 59, which allows 650
-    "checks": 413,  # of which optimizers 140
+    "prove": 1251,  # issue 59, which allows 650
+    "checks": 438,  # of which optimizers 165
     "offload": 1375,  # host tier 500, disk tier 300, activations 200; a limit without inputs 28; asleep (issue 62) 331
 }
 

@@ -209,8 +209,8 @@ def test_what_users_read_is_not_long() -> None:
     pages = re.findall(r": ([\w/]+\.md)$", user_part, flags=re.MULTILINE)
     words = {name: len(re.findall(r"\S*\w\S*", (ROOT / "docs" / name).read_text())) for name in pages}
     searched = words.pop("errors.md")  # one row per message: searched, not read
-    assert searched <= 7_400
-    assert sum(words.values()) <= 23_250, f"shorten a page: {words}"
+    assert searched <= 7_650
+    assert sum(words.values()) <= 23_400, f"shorten a page: {words}"
 
 
 def test_every_page_is_in_the_navigation_of_the_site() -> None:

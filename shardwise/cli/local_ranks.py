@@ -29,7 +29,7 @@ from shardwise.cli import (
 )
 from shardwise.consistency.liveness import host_id
 from shardwise.consistency.recorder import BLACK_BOX, PATTERN
-from shardwise.elastic.launcher import HANG_S, ElasticTerms, Launcher
+from shardwise.elastic.launcher import STUCK_S, ElasticTerms, Launcher
 from shardwise.errors import ConfigError, RankError
 from shardwise.formatting import format_ranks
 from shardwise.loop.launch import (
@@ -104,14 +104,14 @@ def attempt_from(environment: Mapping[str, str]) -> Attempt | None:
 class RestartPolicy:
     """How often ranks are started again, on how few (``min_nproc`` None: always on as many as before), and ``leave_s``.
 
-    ``num_spares``: of ranks that outlive each other; None: they do not.  ``hang_s``: of :class:`ElasticTerms`.
+    ``num_spares``: of ranks that outlive each other; None: they do not.  ``stuck_s``: of :class:`ElasticTerms`.
     """
 
     max_restarts: int
     min_nproc: int | None
     leave_s: float = LEAVE_S
     num_spares: int | None = None
-    hang_s: float = HANG_S
+    stuck_s: float = STUCK_S
 
 
 def launch_ranks(
@@ -207,8 +207,8 @@ def job_of(environment: Mapping[str, str]) -> str | None:
 
 _CPU_RANKS = 2
 _HOSTS_RESTARTS = 9  # in the command for several hosts: torchrun's default of 0 outlives nothing
-HANG_HELP = (
-    f"with --elastic: end a rank without progress while others wait, after S seconds (default: {HANG_S:g}; 0: never)"
+STUCK_HELP = (
+    f"with --elastic: end a rank without progress while others wait, after S seconds (default: {STUCK_S:g}; 0: never)"
 )
 LEAVE_HELP = f"seconds to leave, after a signal and the first rank (default: {LEAVE_S:g})"
 
@@ -254,7 +254,7 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--min-nproc", type=int, default=1, metavar="M", help="with --elastic: end when fewer are left (default: 1)"
     )
-    parser.add_argument("--hang-after", type=float, metavar="S", help=HANG_HELP)
+    parser.add_argument("--hang-after", dest="stuck_after", type=float, metavar="S", help=STUCK_HELP)
 
 
 def run_run(arguments: argparse.Namespace) -> int:
@@ -280,15 +280,15 @@ def run_run(arguments: argparse.Namespace) -> int:
         print(f"shardwise: {nproc} ranks ({where}; -n N changes it)", file=sys.stderr)
     program = UserProgram("module" if arguments.module else "script", tuple(words))
     if not arguments.elastic:
-        if arguments.spares or arguments.min_nproc != 1 or arguments.hang_after is not None:
+        if arguments.spares or arguments.min_nproc != 1 or arguments.stuck_after is not None:
             raise ConfigError("--spares, --min-nproc and --hang-after need --elastic.")
         return _run(program, nproc, arguments.max_restarts, arguments.leave_s)
     if arguments.spares < 0 or not 1 <= arguments.min_nproc <= nproc:
         raise ConfigError(
             f"--spares is {arguments.spares}, expected at least 0; --min-nproc is {arguments.min_nproc}, expected 1 to {nproc}."
         )
-    hang_s = read_hang(arguments.hang_after)
-    terms = ElasticTerms(nproc, arguments.spares, arguments.max_restarts, arguments.min_nproc, hang_s)
+    stuck_s = read_stuck(arguments.stuck_after)
+    terms = ElasticTerms(nproc, arguments.spares, arguments.max_restarts, arguments.min_nproc, stuck_s)
     return _run_elastic(program, terms, arguments.leave_s)
 
 
@@ -305,11 +305,11 @@ def _torchrun_words(arguments: argparse.Namespace, nproc: int, words: Sequence[s
     return [*command, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *["-m"] * arguments.module, *words]
 
 
-def read_hang(given: float | None) -> float:
+def read_stuck(given: float | None) -> float:
     """Return ``--hang-after``, or its default.  Raises: ConfigError unless it is a limit, or 0 for none."""
     if given is not None and not 0 <= given < float("inf"):
         raise ConfigError(f"--hang-after is {given}, expected 0 or more seconds.")
-    return HANG_S if given is None else given
+    return STUCK_S if given is None else given
 
 
 def check_leave(leave_s: float) -> None:

@@ -37,16 +37,16 @@ from shardwise.cli import (
     read_num_bytes,
 )
 from shardwise.cli.local_ranks import (
-    HANG_HELP,
     LEAVE_HELP,
     LEAVE_S,
+    STUCK_HELP,
     RestartPolicy,
     attempt_from,
     check_leave,
     job_of,
     launch_elastic,
     launch_ranks,
-    read_hang,
+    read_stuck,
 )
 from shardwise.collectives.routes import TRANSPORTS
 from shardwise.collectives.streams import watch_device
@@ -280,7 +280,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         "--elastic", action="store_true", help="go on from memory when ranks are killed, as shardwise run --elastic"
     )
     group.add_argument("--spares", type=int, metavar="N", help="with --elastic: waiting processes (default: 0)")
-    group.add_argument("--hang-after", type=float, metavar="S", help=HANG_HELP)
+    group.add_argument("--hang-after", type=float, metavar="S", help=STUCK_HELP)
     group.add_argument("--leave-s", type=float, metavar="S", help=LEAVE_HELP)
     group.add_argument(
         "--trace", type=int, metavar="STEPS", help="record every call of STEPS steps after the first, one file per rank"
@@ -356,7 +356,7 @@ def _read_terms(given: Mapping[str, Any], environment: Mapping[str, str]) -> Res
     spares, is_elastic = given.get("spares", 0), given.get("elastic", False)
     if spares < 0 or (spares and not is_elastic):
         raise ConfigError(f"--spares is {spares}, expected at least 0, together with --elastic.")
-    hang_s = read_hang(given.get("hang_after"))
+    stuck_s = read_stuck(given.get("hang_after"))
     if "hang_after" in given and not is_elastic:
         raise ConfigError("--hang-after needs --elastic.")
     if least is not None and (least < 1 or not (most or is_elastic)):
@@ -365,7 +365,7 @@ def _read_terms(given: Mapping[str, Any], environment: Mapping[str, str]) -> Res
         raise ConfigError("--max-restarts: these ranks were started by another launcher. Give the option to torchrun.")
     leave_s = given.get("leave_s", LEAVE_S)
     check_leave(leave_s)
-    return RestartPolicy(most, least, leave_s, spares if is_elastic else None, hang_s)
+    return RestartPolicy(most, least, leave_s, spares if is_elastic else None, stuck_s)
 
 
 def _restarted(start: Start, environment: Mapping[str, str]) -> Start:
@@ -644,7 +644,7 @@ def _run_elastic(request: TrainRequest, num_spares: int, nproc: int, words: Sequ
     _check_elastic(request)
     if start.resume is None:
         words = [*words, "--out", str(new_folder(start.out).absolute())]
-    members = ElasticTerms(nproc, num_spares, terms.max_restarts, terms.min_nproc or 1, terms.hang_s)
+    members = ElasticTerms(nproc, num_spares, terms.max_restarts, terms.min_nproc or 1, terms.stuck_s)
     return launch_elastic(members, words, terms.leave_s)
 
 

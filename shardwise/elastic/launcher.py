@@ -1,7 +1,7 @@
 """The launcher's side of an elastic run: it alone decides which processes are the ranks.
 
 It sees at once that a process has ended, and none of its processes is special.  Each process has a socket of its own to the
-launcher, which it has inherited and which nobody else can open; what ranks of a generation tell each other is in files of a
+launcher, which it has inherited and no other process can open; what ranks of a generation tell each other is in files of a
 folder that only this user can open.
 """
 
@@ -29,7 +29,7 @@ from shardwise.formatting import format_ranks
 from shardwise.loop.launch import POLL_S
 from shardwise.one_host import read_proc
 
-HANG_S = 60.0  # the default of --hang-after
+STUCK_S = 60.0  # the default of --hang-after
 _NUM_SETS = 2
 _LOOK_S = 0.5  # between two looks for ranks that hang
 _STUCK_S, _STUCK_USE = 15.0, 0.05  # a rank that has used less than this part of its time for so long will not leave
@@ -44,19 +44,19 @@ class ElasticTerms:
     Attributes:
         num_ranks: at the start, and the most later on.  num_spares: that wait to take the place of a lost rank.
         num_new: to start in place of lost processes, until the run ends.  min_ranks: the run ends with fewer.
-        hang_s: a rank that makes no progress for so long, while others wait for it, is ended; 0: never.
+        stuck_s: a rank that makes no progress for so long, while others wait for it, is ended; 0: never.
     """
 
     num_ranks: int
     num_spares: int = 0
     num_new: int = 0
     min_ranks: int = 1
-    hang_s: float = HANG_S
+    stuck_s: float = STUCK_S
 
 
 @dataclass(slots=True)
 class _Started:
-    """A process, as far as the launcher knows."""
+    """A process, with what the launcher knows of it."""
 
     link: socket.socket
     theirs: socket.socket  # closed here once it has started
@@ -68,7 +68,7 @@ class _Started:
     asks_in: int = 0  # the generation in which it has an error that may come of a lost rank
     has_closed: bool = False
     raised: str = ""  # its program's exception, which ends the run
-    hangs: str = ""  # why it is being ended
+    why_ended: str = ""  # why it is being ended
     status: RankStatus = field(default_factory=lambda: RankStatus(0))
     told_s: float = field(
         default_factory=time.monotonic
@@ -140,7 +140,7 @@ class Launcher:
         each = self._processes[rank] = _Started(ours, theirs, self._folder / f"tmp-{rank}")
         each.folder.mkdir()
         shared = theirs.fileno(), *(fd for one_set in self._fds for fd in one_set)
-        told = {"fds": self._fds, "link": shared[0], "folder": str(self._folder), "hang_s": self._terms.hang_s}
+        told = {"fds": self._fds, "link": shared[0], "folder": str(self._folder), "stuck_s": self._terms.stuck_s}
         return {VARIABLE: json.dumps(told), "TMPDIR": each.folder}, shared
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class Launcher:
         if self._has_raised:
             return True  # the run ends by the exception, not by this one
         how = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        return self._lose(rank, each.hangs or f"was ended by {how}")
+        return self._lose(rank, each.why_ended or f"was ended by {how}")
 
     def more(self) -> int:
         """Do as :class:`Supervisor` says: let processes that are ready join, and replace those that are lost."""
@@ -175,7 +175,7 @@ class Launcher:
             if self._is_over and self._generation.members:  # also for those that others were to let join
                 self._announce((), False, "the run is over")
             return 0
-        self._end_hanging()
+        self._end_stuck()
         members, terms = self._generation.members, self._terms
         ready = [each for each in self._waiting if self._processes[each].is_ready]
         joining = ready[: terms.num_ranks - len(members)]
@@ -293,7 +293,7 @@ class Launcher:
         return True
 
     def _announce(self, members: Iterable[int], is_urgent: bool, cause: str) -> None:
-        if self._formed < self._generation.number > 1:  # nobody has said why that one began
+        if self._formed < self._generation.number > 1:  # no rank has said why that one began
             cause = f"{self._generation.cause}, {cause}"
         self._generation = Generation(self._generation.number + 1, tuple(sorted(members)), is_urgent, cause)
         self._announced_s = time.monotonic()
@@ -306,9 +306,9 @@ class Launcher:
 
     # ---- ranks that hang ----
 
-    def _end_hanging(self) -> None:
+    def _end_stuck(self) -> None:
         """End ranks that others wait for in vain.  Raises: RankError if all ranks wait for each other."""
-        now, limit_s = time.monotonic(), self._terms.hang_s
+        now, limit_s = time.monotonic(), self._terms.stuck_s
         if now - self._looked_s < _LOOK_S:
             return
         self._looked_s = now
@@ -318,7 +318,7 @@ class Launcher:
             each.look()
             stuck_s = now - max(self._announced_s, each.idle_s)
             if self._generation.is_urgent and stuck_s > min(_STUCK_S, limit_s or _STUCK_S):
-                self._num_stuck += not each.hangs
+                self._num_stuck += not each.why_ended
                 self._end(number, "waited for a lost rank where nothing can interrupt it")
         still, silent = dict[int, RankStatus](), set[int]()
         for rank, (number, each) in enumerate(members.items()):
@@ -346,9 +346,9 @@ class Launcher:
 
     def _end(self, number: int, why: str) -> None:
         each = self._processes[number]
-        if not each.hangs:
+        if not each.why_ended:
             place = ", in ".join(filter(None, (each.status.line, each.status.call)))
-            each.hangs = f"{why}, and was ended (last seen at {place})" if place else f"{why}, and was ended"
+            each.why_ended = f"{why}, and was ended (last seen at {place})" if place else f"{why}, and was ended"
             with suppress(ProcessLookupError):
                 os.kill(each.pid, signal.SIGKILL)
 

@@ -85,7 +85,7 @@ class Process:
         self.number, self.fds = number, told["fds"]
         self._folder = told["folder"]
         # Hangs are left to the launcher, and what waits for a message that was cut does not last.
-        self.timeout_s = min(default_pg_timeout.total_seconds(), 2 * told["hang_s"] or float("inf"))
+        self.timeout_s = min(default_pg_timeout.total_seconds(), 2 * told["stuck_s"] or float("inf"))
         self._link = socket.socket(fileno=told["link"])
         os.set_inheritable(told["link"], False)
         os.register_at_fork(
@@ -208,7 +208,7 @@ class Process:
             waits.wait_until(lambda now=(newest, complete): (self.newest, self._complete) != now, pauses_s=_POLLS_S)
         self._phase, self.generation = "entering", newest
         waits.listen(lambda: self.refuse(newest.number))
-        inner = dist.FileStore(f"{self._folder}/{newest.number}", -1)  # of a folder that nobody else can open
+        inner = dist.FileStore(f"{self._folder}/{newest.number}", -1)  # of a folder that no other user can open
         self._stores.append(_GenerationStore(inner, self, newest.number))
         # Nothing interrupts gloo while it connects, to a rank that was killed after it had come: then this is how long.
         rank, size, limit = used.index(self.number), len(used), timedelta(seconds=CONNECT_S)

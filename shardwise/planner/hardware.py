@@ -234,7 +234,7 @@ def measured(dtype: torch.dtype, own_bytes: int, folder: str | None) -> list[flo
 
     They are: the negative bytes of its process (but ``own_bytes``), after it has loaded what a step loads; floating-point
     operations per second of a matrix product in ``dtype``; bytes per second of an operation in memory; both with results in
-    pages that are new; bytes per second of the disk with ``folder``.  Tensors are small: a plan takes no memory.
+    pages that are new; bytes per second of the disk with ``folder``.
     """
     rows, weight = (torch.ones(size, dtype=dtype, device="cpu") for size in ((1 << 11, 512), (512, 512)))
     F.gelu(rows[:64] @ weight.requires_grad_()).sum().backward()
@@ -566,8 +566,7 @@ def empty_copy(model: nn.Module) -> nn.Module:
     twins: dict[int, object] = {}
     for each in (*model.parameters(), *model.buffers()):
         empty = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
-        is_param = isinstance(each, nn.Parameter)
-        twins[id(each)] = nn.Parameter(empty, requires_grad=each.requires_grad) if is_param else empty
+        twins[id(each)] = nn.Parameter(empty, each.requires_grad) if isinstance(each, nn.Parameter) else empty
     return copy.deepcopy(model, twins)
 
 
