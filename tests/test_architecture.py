@@ -326,7 +326,7 @@ def test_files_and_functions_are_short() -> None:
 
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
-    "fsdp": 5700,  # with plan and checks 6482; containers.py (136) and loop/trace.py (98) were in it; issue 57 about 300
+    "fsdp": 5705,  # with plan and checks 6482; containers.py (136) and loop/trace.py (98) were in it; issue 57 about 300
     "collectives": 2654,  # of 2800
     "checkpoint": 2470,  # with transaction 2900; issue 62: the removal of one version
     "publish": 564,  # issue 62, which allows 650 with sleep

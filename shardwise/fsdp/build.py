@@ -54,7 +54,7 @@ def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any])
     The module is resharded first.  Gradients are not copied, since ``nn.Parameter`` does not copy them either; this includes
     unsynced gradients and residuals of compression.  The user's settings are copied, but lists of modules to prefetch.
     """
-    owners = attachment.unit.family
+    owners = (attachment.unit, *attachment.unit.others)
     for owner in owners:
         owner.reshard()
     is_outermost = PENDING not in memo
@@ -85,11 +85,12 @@ def _complete(
 ) -> None:
     source, unit = old.unit, new.unit
     modules = [memo[id(module)] for module in source.modules if id(module) in memo]
-    unit.beside = tuple([Unit(modules, each.settings, each.policy) for each in source.beside])
-    for mine, its in zip((unit, *unit.beside), (source, *source.beside), strict=True):
+    beside = [Unit(modules, each.settings, each.policy) for each in source.beside]
+    for mine, its in zip((unit, *beside), (source, *source.beside), strict=True):
         mine.adopt_modules(modules)
         _copy_parameters(its, mine, memo, owner_of)
         remember(mine)
+    unit.take_beside(beside)
     if unit.settings.may_diverge:
         roots_to_come[new] = None
     Hooks(new).listen()
@@ -203,7 +204,7 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     # Tied parameters that another unit owns stay there: this unit waits for that one, and reduces no gradient of them.
     policy = UnitPolicy(reshard_after_forward=reshard)
     unit = Unit(roots, _settings(preset.axes, preset, device), policy)
-    unit.beside = _make_units(unit, [item for item in found if not _register_tied(item, unit)], preset)
+    unit.take_beside(_make_units(unit, [item for item in found if not _register_tied(item, unit)], preset))
     for each in (unit, *unit.beside):
         remember(each)
     attachment = Attachment(unit)

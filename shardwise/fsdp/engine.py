@@ -127,7 +127,7 @@ class Engine:
             if len(self.units) == 1:
                 unit.listen()  # its gradients are reduced in buckets as they come
 
-    # ---- callbacks of units (StepCallbacks in fsdp/unit.py) ----
+    # ---- what units call (``EngineSide`` in fsdp/unit.py) ----
 
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
         """Return ``error`` with the position of every rank that can be reached."""
@@ -155,7 +155,7 @@ class Engine:
         if starts:
             use.begun_by = id(module)
             use.awaited = {id(module)} if unit.has_one_module else {id(each) for each in unit.modules}
-        for member in unit.family:  # until its end no other forward reshards what this one uses
+        for member in (unit, *unit.others):  # until its end no other forward reshards what this one uses
             member.forward.holders += 1
             member.wait(number)
             if torch_private.saved_tensor_hooks(True) is not None:
@@ -163,13 +163,8 @@ class Engine:
         # Prefetches come last: on the gather stream, what this unit waits for is then in front of them.
         if starts and unit.settings.forward_prefetch is not None:
             prefetches = [target for ref in unit.settings.forward_prefetch if (target := ref()) is not None]
-        self._prefetch(prefetches, number)
-
-    @staticmethod
-    def _prefetch(targets: Sequence[Unit], number: int | None) -> None:
-        for target in targets:
-            target.unshard(number)
-            for member in target.beside:
+        for target in prefetches:
+            for member in (target, *target.beside):
                 member.unshard(number)
 
     def after_forward(self, unit: Unit, module: nn.Module) -> bool:
@@ -197,12 +192,12 @@ class Engine:
                 self.reset()
             return False
         unit.forward.awaited.discard(id(module))
-        for member in unit.family:
+        for member in (unit, *unit.others):
             member.forward.holders -= 1
         if not unit.forward.awaited:
             if not unit.forward.holders:
                 self.exec_order.record(unit, StepEvent.POST_FORWARD)
-            for member in unit.family:
+            for member in (unit, *unit.others):
                 if not member.forward.holders:
                     member.reshard_after_forward()
         if not self.forwards:
@@ -338,13 +333,13 @@ class Engine:
         """Wait for the full parameters of ``unit``, which its backward reads, and launch prefetches.
 
         Args:
-            num_packs: ``unit.num_packs`` at the forward whose backward begins.
+            num_packs: ``unit.memory.packs.count`` at the forward whose backward begins.
             begun_at: where in the graph that forward began.
         """
         backward = unit.backward
         if self.end is None or self.end() is None:
             self._begin_backward()
-        if unit.num_packs != num_packs:
+        if unit.memory.packs.count != num_packs:
             raise StateError(
                 f"parameters of {unit_in_words(unit.name)} were replaced, moved or given another dtype after the forward "
                 "whose backward runs now. Make such changes before forward or after backward"
@@ -372,10 +367,13 @@ class Engine:
             backward.buckets = self.reductions.early_buckets(unit)
         number = self.comm_ctx.pass_tracker.number
         if unit.policy.unshard_in_backward:
-            unit.wait_with_tied(number)
+            for member in (unit, *unit.others):
+                member.wait(number)
         if unit.settings.backward_prefetch is not None:
             prefetches = [target for ref in unit.settings.backward_prefetch if (target := ref()) is not None]
-        self._prefetch(prefetches, number)
+        for target in prefetches:
+            for member in (target, *target.beside):
+                member.unshard(number)
 
     def gradient_arrived(self, unit: Unit, ordinal: int) -> None:
         """Begin a backward if no hook of an output has, and launch the buckets of a lone unit that are complete."""

@@ -42,19 +42,14 @@ class ForwardGraph:
         held = {id(each): (each, each.grad_fn) for each in tensors_in(growing)} if growing else {}
         return growing, held, torch_private.num_nodes_made()
 
-    @staticmethod
-    def put_in(begun: Begun) -> list[torch.Tensor]:
-        """Return the tensors that are in the arguments now; call it before the caller's own are in there again."""
-        return tensors_in(begun[0]) if begun[0] else []
-
     def ends(
         self, module: nn.Module, begun: Begun, returned: Any, put_in: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], bool]:
         """Return the ends of the graph that a forward of ``module`` has made, and whether none of what it returns or keeps is.
 
         Args:
-            begun: what :meth:`begin` has noted.  put_in: what :meth:`put_in` has returned.
-            returned: what the forward has returned.
+            begun: what :meth:`begin` has noted.  returned: what the forward has returned.
+            put_in: the tensors that were in its arguments when it had ended, before the caller's own are in there again.
         """
         _, held, num_nodes = begun
         if isinstance(returned, torch.Tensor) and innermost_transform() is None:

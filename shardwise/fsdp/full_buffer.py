@@ -57,7 +57,7 @@ class FullBuffer:
             self._pooled = pool.acquire(self.num_bytes) if gathered is None else gathered
             self.has_memory = True
             torch_private.swap_storage(self._storage, self._pooled.storage)
-            self.address = self._storage.data_ptr()
+            self.address = torch.UntypedStorage.data_ptr(self._storage)  # without a call of Python
             # Outside of inference mode: the first gather may be that of an evaluation, and training needs this tensor later.
             if self._flat is None:
                 with torch.inference_mode(False):

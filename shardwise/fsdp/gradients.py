@@ -382,8 +382,10 @@ def _aligned(gradient: torch.Tensor, alignment: int) -> torch.Tensor:
 def launch_reductions(launch: Launch, gradients: Gradients) -> list[Reduction]:
     """Launch the reductions of ``gradients`` of a unit, and remove them: one per dtype, the same on every rank."""
     unit, launched = launch.unit, list[Reduction]()
+    num_ranks, policy = unit.settings.axes.num_shards * unit.settings.axes.num_replicas, unit.policy
     for dtype, params in by_reduce_dtype(unit, gradients, [*map(_DTYPE, gradients.values())]):
-        launched.append(Reduction(launch, dtype, _scale_of(unit, dtype), params, [*map(gradients.pop, params)]))
+        scale = scale_of(num_ranks, dtype, policy.divide_factor, policy.sum_only)
+        launched.append(Reduction(launch, dtype, scale, params, [*map(gradients.pop, params)]))
         if launched[-1].has_elements and unit.memory.is_collective:
             launched[-1].scatter()
         else:
@@ -417,7 +419,8 @@ def by_reduce_dtype(
 
 
 def _scale_of(unit: Unit, dtype: torch.dtype) -> Scale:
-    return scale_of(unit.settings.num_ranks, dtype, unit.policy.divide_factor, unit.policy.sum_only)
+    axes, policy = unit.settings.axes, unit.policy
+    return scale_of(axes.num_shards * axes.num_replicas, dtype, policy.divide_factor, policy.sum_only)
 
 
 @functools.lru_cache(maxsize=64)  # the same object in every step, since communicators cache by it

@@ -104,7 +104,7 @@ class Hooks:
 
     def before_load(self, *_: Any) -> None:
         """Reshard the unit, and those with tied parameters: the pre-hook of ``load_state_dict``."""
-        for unit in self._unit.family:
+        for unit in (self._unit, *self._unit.others):
             unit.reshard()
 
     def before_state_dict(self, *_: Any) -> None:
@@ -122,7 +122,7 @@ class Hooks:
         """
         attachment, unit = self._attachment, self._unit
         # Before the first forward a unit may have a provisional engine (``unshard``), which ``live_engine`` replaces.
-        engine = None if attachment.is_root is None else engine_of(unit)
+        engine = None if attachment.is_root is None else unit.engine_side.callbacks_ref()
         if attachment.is_root is not False:
             refuse_forked()  # the root, or a module that may become it: inner ones run inside of its forward
         if attachment.asked_sync is not None and torch.is_grad_enabled() and not is_in_backward():
@@ -182,9 +182,9 @@ class Hooks:
     def after_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
         """Forward hook: reshard, hook the outputs for backward, cast the output.  It runs also if forward has raised."""
         unit, returned = self._unit, output
-        engine = engine_of(unit)
+        engine = unit.engine_side.callbacks_ref()
         conversion, begun = self._running.pop() if self._running else _NOTHING
-        put_in = self._graph.put_in(begun)
+        put_in = tensors_in(begun[0]) if begun[0] else []
         if conversion is not None:
             conversion.take_back()
         ends: list[torch.Tensor] = []
@@ -207,7 +207,7 @@ class Hooks:
                 # This also regenerates the grad_fn of a view that is out of date: register_hook would crash.
                 number = torch_private.node_number(tensor) if tensor.device.type == on else sys.maxsize
                 pre_backward = functools.partial(
-                    self.before_backward, unit.num_packs, unit.forward.begun_at, (thread, number)
+                    self.before_backward, unit.memory.packs.count, unit.forward.begun_at, (thread, number)
                 )
                 tensor.register_hook(pre_backward)
                 # An in-place op on a view replaces the view's grad_fn and would lose the hook above; the grad_fn of its base
@@ -226,7 +226,7 @@ class Hooks:
             num_packs, begun_at: of the unit, at the output's forward.
             place: of the node that has made the output.
         """
-        engine = engine_of(self._unit)
+        engine = self._unit.engine_side.callbacks_ref()
         if engine is not None:
             if engine.logs or innermost_transform() is not None or is_profiling():
                 with _range("pre_backward", self._unit.name, engine.logs):
@@ -239,7 +239,7 @@ class Hooks:
     @dynamo_disabled
     def reach(self, place: Place, _: object) -> None:
         """Post-backward hook, at the first gradient of an input; ``place``: of the node that has made the input."""
-        engine = engine_of(self._unit)
+        engine = self._unit.engine_side.callbacks_ref()
         if engine is not None:
             engine.reach(place)
 

@@ -690,7 +690,7 @@ class FSDPModule(_Base):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         # Module.to and the like convert the shards; they are packed again at the next unshard.
         self.reshard()
-        units = {owner for unit in self._units(recurse=True) for owner in unit.family}
+        units = {owner for unit in self._units(recurse=True) for owner in (unit, *unit.others)}
         with converting(self._attachment().units, units, fn) as convert:
             convert = materializing(convert, self._attachment())
             return torch_private.apply_to_tensors(self, convert, *args, after=FSDPModule, **kwargs)

@@ -150,7 +150,10 @@ class Reductions:
         """Return the buckets of ``unit``, which is alone, if it has several."""
         if not self._is_all_reduced(unit):
             return ()
-        made_from, known = (unit.num_packs, [param.sharded.requires_grad for param in unit.params]), unit.reduction
+        made_from, known = (
+            (unit.memory.packs.count, [param.sharded.requires_grad for param in unit.params]),
+            unit.reduction,
+        )
         if known.split[0] != made_from:
             known.split = made_from, split(unit)
         return known.split[1] if len(known.split[1]) > 1 else ()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import islice, repeat
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -54,22 +54,6 @@ class Memory(Enum):
 
 SHARDS, SUB, FULL = Registered
 NONE, COMING, HELD = Memory
-
-
-class StepCallbacks(Protocol):
-    """The callbacks of a unit to the engine that runs its steps."""
-
-    def explain(self, error: RuntimeError, where: str) -> RuntimeError:
-        """Return ``error``, of a collective at ``where``, with what the other ranks were doing."""
-        ...
-
-    def gradient_arrived(self, unit: Unit, ordinal: int) -> None:
-        """Act on the gradient of parameter ``ordinal``: it completes a bucket, or no hook of an output has run yet."""
-        ...
-
-    def forget_seen(self) -> None:
-        """Compare nothing with former shards, which a unit is about to give up."""
-        ...
 
 
 def _no_engine() -> None:
@@ -131,15 +115,15 @@ class EngineSide:
     """What the engine of a unit has told it.
 
     Attributes:
-        callbacks_ref: returns the engine, which a unit may not import; None before there is one.
+        callbacks_ref: returns the engine (``engine.py``, which imports this file); None before there is one.
         heard_by: returns the engine for a gradient; for plain parameters it makes one before the first forward.
         checks: those of the engine.
         diverges: ranks may take different ways.
         schedule: set if ranks may take different ways and a gather of this unit needs all of them; else None.
     """
 
-    callbacks_ref: Callable[[], StepCallbacks | None] = _no_engine
-    heard_by: Callable[[], StepCallbacks | None] = _no_engine
+    callbacks_ref: Callable[[], Any] = _no_engine
+    heard_by: Callable[[], Any] = _no_engine
     checks: StepChecks = field(default_factory=StepChecks)
     diverges: bool = False
     schedule: SharedSchedule | None = None
@@ -212,6 +196,7 @@ class Unit:
         reshards_late: modules have written to full parameters, so it is resharded when the pass is over.
         tied_units: units that own tied parameters that this unit's modules use.
         beside: the units of other meshes of the same modules; they are used and ended with this one.
+        others: the other units whose parameters the modules use: those beside it, and owners of tied parameters.
         engine_side: what its engine has told it.
     """
 
@@ -232,6 +217,7 @@ class Unit:
         self.reshards_late = False
         self.tied_units: tuple[Unit, ...] = ()
         self.beside: tuple[Unit, ...] = ()
+        self.others: tuple[Unit, ...] = ()
         self.engine_side = EngineSide()
         self.own(params)
 
@@ -249,11 +235,7 @@ class Unit:
     def adopt_modules(self, modules: Sequence[nn.Module]) -> None:
         """Become the unit of ``modules``.  References are weak, since the modules own the unit."""
         self._modules = tuple(weakref.ref(module) for module in modules)
-
-    @property
-    def has_one_module(self) -> bool:
-        """True if the unit is that of one module."""
-        return len(self._modules) == 1
+        self.has_one_module = len(self._modules) == 1
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -264,6 +246,14 @@ class Unit:
         """Record that this unit's modules use tied parameters of ``owner``."""
         if owner is not self and owner not in self.tied_units:
             self.tied_units = (*self.tied_units, owner)
+            self.others = (*self.beside, *self.tied_units)
+
+    def take_beside(self, units: Sequence[Unit]) -> None:
+        """Let ``units``, of other meshes of the same modules, be used and end with this one."""
+        self.beside = tuple(units)
+        self.others = (*self.beside, *self.tied_units)
+        for unit in units:
+            unit.memory.packs = self.memory.packs
 
     def tie(self, param: ShardedParam, places: Sequence[Registration]) -> None:
         """Use ``param``, which another unit may own, at ``places`` of this unit's modules."""
@@ -344,11 +334,6 @@ class Unit:
         return comm.replicas is None and (comm.reduce is None or (link is not None and link.compares_contents))
 
     @property
-    def num_packs(self) -> int:
-        """How often the parameters of the modules were packed: a graph of an earlier packing is stale."""
-        return self.memory.num_packs + sum([each.memory.num_packs for each in self.beside])
-
-    @property
     def has_copies(self) -> bool:
         """True if full parameters, or those of a smaller mesh, are registered: an optimizer step makes them stale."""
         return self.held is HELD or (self.held is NONE and self.registered is SUB)
@@ -377,7 +362,7 @@ class Unit:
             return
         if (callbacks := self.engine_side.callbacks_ref()) is not None:
             callbacks.forget_seen()  # snapshots hold former shards
-        is_first = self.memory.num_packs == 0
+        is_first = self.memory.is_new
         self.tables.forget()
         self.reduction.gradient_dtypes = None
         if not is_first:  # else they have just been sharded
@@ -403,7 +388,7 @@ class Unit:
             if self._keep_tied(param):
                 param.check_ties()
                 at = param.registrations[0]
-                self.memory.num_packs += not param.is_own(at.parameters.get(at.name))
+                self.memory.packs.count += not param.is_own(at.parameters.get(at.name))
                 param.adopt_registered()
 
     def _keep_tied(self, param: ShardedParam) -> bool:
@@ -439,7 +424,10 @@ class Unit:
                 return
             if self.held is COMING:
                 self.discard()
-        memory, version, is_sub = self.memory, self._current_version(pass_number), self.registered is SUB
+        memory, tables, is_sub = self.memory, self.tables, self.registered is SUB
+        is_known = pass_number is not None and tables.seen is not None  # as in ``_current_version``, without a call
+        counted = tables.last_version if is_known else tables.count_versions()
+        version = (self.reduction.num_commits << 40) + counted
         from_sub = is_sub and self.fresh_as_of[0] == version
         if pass_number is None and not from_sub:
             self.ensure_packed()
@@ -508,13 +496,8 @@ class Unit:
 
     def wait_with_tied(self, pass_number: int | None) -> None:
         """Wait for the full parameters that the unit's modules use: those beside it and tied ones included."""
-        for member in self.family:
+        for member in (self, *self.others):
             member.wait(pass_number)
-
-    @property
-    def family(self) -> tuple[Unit, ...]:
-        """The units whose parameters the modules use: this one, those beside it, and owners of tied parameters."""
-        return (self, *self.beside, *self.tied_units)
 
     def reshard(self, in_pass: bool = False) -> None:
         """Copy writes to full parameters into the shards, free the full parameters and register the sharded ones.
@@ -534,7 +517,8 @@ class Unit:
                 return
             if listeners:
                 begin(self.track.name, "reshard", self.name)
-            self.take_written(written)
+            if written:
+                self.take_written(written)
         elif self.registered is SHARDS:
             return
         self._register_sharded()
@@ -581,7 +565,7 @@ class Unit:
     def abort_forward(self) -> None:
         """Reshard what no other forward uses, after one of the unit's modules raised."""
         self.forward.awaited = set()
-        for member in self.family:
+        for member in (self, *self.others):
             member.forward.holders -= 1
             if not member.forward.holders:
                 member.reshard()

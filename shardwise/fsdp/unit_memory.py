@@ -8,6 +8,7 @@ subclasses gather themselves (``extension.py``), and plain replicas in their own
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
@@ -42,11 +43,18 @@ def _copy_here(delivery: Delivery | None) -> Handle | None:
         delivery.deliver(delivery.shard())
 
 
+@dataclass(slots=True)
+class Packs:
+    """How often parameters of some modules were packed, or replaced by user code: a graph of an earlier packing is stale."""
+
+    count: int = 0
+
+
 class UnitMemory:
     """The memory of one unit's parameters, laid out when they are packed.
 
     Attributes:
-        num_packs: how often parameters were packed, or replaced by user code: a graph of an earlier packing is stale.
+        packs: shared with the units beside this one.
         is_written: the engine has written to shards on the current stream, and no gather was ordered after that yet.
         is_collective: gathering and reducing take a collective.
         extended: the parameters with an all-gather extension.  in_place: those that are their own full form.
@@ -59,7 +67,7 @@ class UnitMemory:
 
     def __init__(self, settings: UnitSettings, is_collective: bool) -> None:
         self.settings, self.is_collective = settings, is_collective
-        self.num_packs = 0
+        self.packs = Packs()
         self.is_written = False
         self.extended = ExtensionParams(settings.axes, settings.precision, settings.storage.device)
         self.in_place: list[ShardedParam] = []
@@ -72,6 +80,11 @@ class UnitMemory:
         self.gather: Callable[[], Handle | None] = _refuse
         self.bound_comm: UnitComm | None = None
         self._kinds: list[_Kind] | None = None
+
+    @property
+    def is_new(self) -> bool:
+        """True until the parameters are packed for the first time."""
+        return self._kinds is None
 
     @property
     def comm(self) -> UnitComm:
@@ -109,7 +122,7 @@ class UnitMemory:
                 comm = self.bound_comm
                 self.is_written |= bucket.settle(None if comm is None else comm.streams.host_waits_for_copies)
             return False
-        self.num_packs += 1
+        self.packs.count += 1
         self.is_written = True
         for bucket, buffer in zip(self.buckets, self.fulls, strict=True):  # frees memory that is kept while sharded
             if not any(at.parameters.get(at.name) is each.full for each in bucket.params for at in each.registrations):

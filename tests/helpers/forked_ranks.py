@@ -29,7 +29,13 @@ class ForkedRank(Forked):
 
     started: list[ForkedRank] = []
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str], _place: launch.LaunchContext) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        _place: launch.LaunchContext,
+        _fds: tuple[int, ...] = (),
+    ) -> None:
         context: Any = mp.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOAD))
         process = context.Process(target=_run, args=(list(words[2:]), dict(environment)))
@@ -53,7 +59,13 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
 class ForkedCall(Forked):
     """A rank of ``notebook_launch`` in this process."""
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str], place: launch.LaunchContext) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        place: launch.LaunchContext,
+        _fds: tuple[int, ...] = (),
+    ) -> None:
         context: Any = mp.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOAD))
         assert place.output is not None
