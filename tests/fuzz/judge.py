@@ -249,7 +249,7 @@ def judge(
     reference_raised = _first_raised(reference)
     raised = [tale.raised for tale in ours]
     if difference is not None:
-        is_as_torch = _as_torch(ours, torchs, bound, difference.moment + 1)
+        is_as_torch = _as_torch(ours, torchs, bound, difference.moment + 1, is_engine)
         return Verdict("as torch" if is_as_torch else "numbers", difference.text, difference.what)
     first = next((each for each in raised if each is not None), None)
     if first is None:
@@ -305,17 +305,20 @@ def _judge_end(reference: Sequence[Tale], ours: Sequence[Tale], torchs: Sequence
     return Verdict("memory", notes[0], "memory") if notes else Verdict("equal")
 
 
-def _as_torch(ours: Sequence[Tale], torchs: Sequence[Tale] | None, bound: float, num_moments: int) -> bool:
+def _as_torch(
+    ours: Sequence[Tale], torchs: Sequence[Tale] | None, bound: float, num_moments: int, is_engine: bool = True
+) -> bool:
     """True if both show the same in ``num_moments`` records or more, as far as both go.
 
-    What is cut over the ranks need not be cut alike.
+    What is cut over the ranks need not be cut alike.  Inside of DDP no more than ``num_moments`` count: where that has left
+    ranks with gradients of their own, ZeRO's step sends those of one rank to all.
     """
     if torchs is None or len(torchs) != len(ours):
         return False
     shared = min(len(tale.records) for tale in (*ours, *torchs))
     if shared < num_moments:
         return False
-    for moment in range(shared):
+    for moment in range(shared if is_engine else num_moments):
         mine, theirs = [tale.records[moment] for tale in ours], [tale.records[moment] for tale in torchs]
         hidden = mine[0].hidden | theirs[0].hidden | {"full"}  # which is registered when is each class's own affair
         for name in {name for record in theirs for name in record.shared}:
