@@ -147,6 +147,8 @@ class Engine:
             return
         if not self.forwards:
             self._begin_forward()
+        # The forward hooks run also after an exception, and cannot see it; the one that is being handled then is another than
+        # now.
         self.forwards.append((unit, sys.exc_info()[1]))
         # A forward of the unit starts with the first of its modules; it goes on while others of them are awaited.
         use, number = unit.forward, self.comm_ctx.pass_tracker.number
@@ -246,6 +248,7 @@ class Engine:
         self.exec_order.begin(is_aside)
         self.enter_pass("forward")
         event, self.post_optim_event = self.post_optim_event, None
+        # The optimizer has written shards on the current stream; gathers run on another, and must come after it.
         streams = self.comm_ctx.streams
         if streams.are_concurrent and event is None:
             streams.gather.wait_current()
@@ -257,6 +260,7 @@ class Engine:
         for unit in self.units if self.comm_ctx.pass_tracker.number is None else ():
             if unit.held is HELD:
                 unit.take_writes()
+        # Before the pass begins, since repacking moves shards, which peers may read from then on.
         if self.gate.check(in_step=kind == "backward"):
             self.checks.see_change()
         self.comm_ctx.pass_tracker.begin(kind)
@@ -348,6 +352,8 @@ class Engine:
             self.makes_graph = True
             for member in (unit, *unit.beside):
                 member.backward.keeps_for_graph = True
+        # A node's number alone does not say where autograd is: a reentrant checkpoint runs a backward of its own inside of
+        # this one, whose nodes are newer than all of this one's.
         task = torch_private.graph_task_id()
         if not backward.is_running:
             backward.began_at, backward.task = begun_at, task
@@ -365,6 +371,7 @@ class Engine:
                 self._running.append(unit)
         if len(self.units) == 1 and not self.manual.is_on:
             backward.buckets = self.reductions.early_buckets(unit)
+        # What waits comes first, what is prefetched after it: collectives of one stream run in the order of their launches.
         number = self.comm_ctx.pass_tracker.number
         if unit.policy.unshard_in_backward:
             for member in (unit, *unit.others):
@@ -389,6 +396,8 @@ class Engine:
         its units, when the other one goes on.
         """
         (thread, number), task = place, torch_private.graph_task_id()
+        # Innermost first, since ending a unit launches its reduction, and ranks pair these by their order.  A copy of the
+        # list: a unit that ends leaves it.
         for unit in reversed(self._running[:]):
             (began_on, began_at), began_in = unit.backward.began_at, unit.backward.task
             if began_in > task or (began_in == task and began_on == thread and began_at > number):
@@ -433,6 +442,7 @@ class Engine:
             self.divergence.begin("backward")
         self.manual.begin_backward()
         new_end = BackwardEnd(self)
+        # Weak, or autograd's dropping of the callback, the sign of a backward that raised, would never be seen.
         self.end, self.makes_graph = weakref.ref(new_end), False
         track = self.exec_order.track
         track.num_backwards, track.running = track.num_backwards + 1, "backward"
@@ -466,6 +476,7 @@ class Engine:
                     self.exec_order.record(unit, StepEvent.RELEASE_IN_BACKWARD)
             if self.divergence is not None:
                 self.divergence.end()
+            # From here on a second backward may begin, in a hook of user code that runs below.
             self.end = None
             # All ranks take part in a backward with collectives, so all can plan the next step from its order.  One without
             # any (replicas without sync) may be of this rank alone: planning compares ranks, and would hang.
@@ -545,6 +556,7 @@ class Engine:
         self.reductions.cancel()
         self._running.clear()
         for unit in self.units:
+            # Autograd has accumulated some of them already; the next backward must not add to these.
             for param in unit.params:
                 if param.full is not None:
                     param.full.grad = None

@@ -110,6 +110,7 @@ class FlatBucket:
                 continue
             if param.local.device.type == "cpu" and param.local.is_shared():
                 raise StateError(f"{param.fqn} was moved to shared memory by share_memory_(): share the plain model")
+            # Whoever still holds the former shard would see none of the next steps.  That is refused rather than followed.
             if torch_private.storage_use_count(storage):
                 gc.collect()  # garbage reads no values
             if torch_private.storage_use_count(storage):
@@ -325,6 +326,7 @@ class GatherLayout:
         is_split = len(buckets) == 1 and storage.device.type != "cpu"
         self.num_even = buckets[0].layout.num_even if is_split else 0
         # The only section is sent as it is.
+        # Casts and copies from the host need another tensor; all other sections are what the collective reads.
         self._is_sent = (
             len(buckets) == 1 and not storage.is_offloaded and buckets[0].local.dtype is buckets[0].full_dtype
         )

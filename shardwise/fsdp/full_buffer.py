@@ -53,6 +53,7 @@ class FullBuffer:
 
     def hold(self, pool: BufferPool, gathered: PooledBuffer | None = None) -> torch.Tensor:
         """Take memory from ``pool``, or that of ``gathered``, unless there is some already; return the 1-D buffer."""
+        # The bytes change places under the storage object, which views, graphs and parameters keep.
         if self._pooled is None:
             self._pooled = pool.acquire(self.num_bytes) if gathered is None else gathered
             self.has_memory = True

@@ -105,6 +105,7 @@ class Reduction:
         unit = self.unit = launch.unit  # not the launch: that owns the reduction, and a cycle would keep memory
         self.dtype, self._scale, self.gradients, self._storage = dtype, scale, gradients, unit.settings.storage
         # In the usual case ``params`` is this very list, which saves hashing every parameter.
+        # The layout depends on which parameters have gradients, mostly on all of them.
         known = unit.reduction
         key = (dtype,) if params is known.by_size else (dtype, *params)
         reduce_layout = known.layouts.get(key) or _make_layout(unit, params, dtype, key)
@@ -135,6 +136,7 @@ class Reduction:
 
     def fill(self, packed: torch.Tensor) -> None:
         """Write every section of ``packed``, and release the gradients."""
+        # A rank alone on its shard axis packs into the very memory that becomes ``.grad``: one copy, not two.
         if self.has_elements and self._result is not None and packed is self.section:
             # This rank has all shards: write the final gradients.
             self._reduce_layout.pack_whole(self.gradients, self._result)
@@ -174,6 +176,7 @@ class Reduction:
         """Launch the reduce-scatter."""
         assert self._comm.reduce is not None
         self._scattered = self._comm.reduce.reduce_scatter(self, self._scale)
+        # A link that reads gradients where they are has no input to hold, so it does not count against ``max_inputs``.
         self.holds_input = self._scattered.holds_input
         reduce = self._comm.streams.reduce
         if reduce.is_concurrent:  # streams order what follows, so the host does not wait
@@ -202,6 +205,7 @@ class Reduction:
             self._launch_next()
         if self._replicated is not None:
             stream, self._replicated = self._comm.streams.replicas, None
+            # torch's contract for this hook: it runs on the stream of the all-reduce, behind it.
             if self._hook is not None:
                 with stream.run():
                     self._hook(self.target())
@@ -295,6 +299,8 @@ class Reduction:
             gradients = self._result.gradients
         else:
             gradients = self._as_gradients() if self._stored is None else self._stored
+        # Where ranks take different ways a parameter may have a gradient on none of them: ``.grad`` then stays what it was,
+        # None included, and an optimizer skips it as on one process.
         if launch.unused:
             kept = [number for number, param in enumerate(params) if param not in launch.unused]
             params, gradients = [params[number] for number in kept], [gradients[number] for number in kept]
@@ -317,6 +323,7 @@ class Reduction:
                     existing = sharded.grad = existing.redistribute(placements=param.spec.placements)
                 olds.append(torch_private.local_of(existing))
                 news.append(torch_private.local_of(gradient))
+        # All additions of a unit in one call: each alone costs more than its arithmetic.
         if olds:
             torch_private.add_all(olds, news)
         if self._result is not None:  # a later reduction may use its memory, once user code references none of it

@@ -42,6 +42,7 @@ def local_form(gradient: torch.Tensor, param: ShardedParam, dims: DataParallelMe
         # On a full SPMD mesh leave the data-parallel axes as they are: the reduction sums over them.
         for name in (*names_of(dims.shard), *names_of(dims.replicate)):
             placements[names.index(name)] = gradient.placements[names.index(name)]
+    # Autograd may leave a gradient in partial sums over the axes of tensor parallelism; those are summed before ours.
     if gradient.placements != tuple(placements):
         gradient = gradient.redistribute(placements=placements)
     return torch_private.wait_tensor(torch_private.local_of(gradient))
@@ -95,6 +96,7 @@ def run_gradient_hooks(params: Iterable[ShardedParam], failed: BaseException | N
     if failed is not None:
         raise failed
     followed = dict.fromkeys(params)  # each parameter once, even if gradients of several backwards were set together
+    # Ours is what has brought this gradient; it must not run a second time.
     ours = {param.hook_id for param in followed if param.full is param.sharded}
     for sharded, hook in torch_private.post_accumulate_hooks([param.sharded for param in followed], ours):
         hook(sharded)

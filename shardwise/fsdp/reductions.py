@@ -52,6 +52,8 @@ class Reductions:
         self._comm_ctx = comm_ctx
         self.max_inputs = 1
         self.syncs_replicas: bool | None = None
+        # In the order of their launches.  Those that are over leave it from the front; ``launched`` keeps them until the
+        # commit.
         self._in_flight: list[Reduction] = []
         self.launched: list[Launch] = []
         self.deferred: list[Launch] = []
@@ -97,6 +99,7 @@ class Reductions:
         earlier, syncs_replicas = unit.earlier, self.syncs_replicas
         held, partial = earlier.take(params) if earlier.held or earlier.partial else _NONE
         launch = Launch(unit, unit.policy.syncs_replicas if syncs_replicas is None else syncs_replicas, held, partial)
+        # Before anything is sent: whatever raises from here on, ``cancel`` finds it and gives back what was taken.
         self.launched.append(launch)
         return launch
 
@@ -242,6 +245,7 @@ class Reductions:
         for launch in launched:
             for lot in [reduction.params for reduction in launch.reductions]:
                 params += [param for param in lot if param not in launch.unused] if launch.unused else lot
+        # Asked once for all parameters: most programs have no hook, and each question costs as much as setting a gradient.
         is_hooked, is_followed = torch_private.have_gradient_hooks([param.sharded for param in params])
         failed: BaseException | None = None
         for launch in launched:
@@ -276,6 +280,8 @@ class Reductions:
 
     def show_waiting(self, units: Sequence[Unit]) -> None:
         """Show in ``.grad`` of shards that their gradients wait for a later backward."""
+        # Only what a user could take for a gradient is hidden: of most units nothing waits, and their ``.grad`` is as the
+        # commit left it.
         deferred = {param for launch in self.deferred for param in launch.params - launch.unused}
         for unit in units:
             if deferred or self.summed or unit.earlier.held or unit.earlier.partial:

@@ -48,6 +48,7 @@ class Snapshot:
         locals_ = torch_private.locals_of(shards)
         # Weak, so that memory is freed when user code replaces it.
         self._locals = [*map(weakref.ref, _apart(locals_, shards))]
+        # A subclass with an all-gather extension (float8) decides itself what its address is, if it has one.
         self._is_addressed = [param not in extended for param in params]
         self._addresses = [*map(_ADDRESS, compress(locals_, self._is_addressed))]
         pairs = zip(self._is_addressed, locals_, strict=True)
@@ -207,6 +208,8 @@ class Tables:
     def register_full(self) -> None:
         """Register the full parameters on the modules."""
         self.is_kept = False
+        # Gathering into memory that autograd has saved must look like the write to the shard that it repeats, and like none
+        # where nothing was written: so versions of full parameters follow those of shards, and not the copies.
         if self._has_new_versions:
             self._follow_writes()
         memory, swap = self._memory, self.swap
@@ -217,6 +220,8 @@ class Tables:
             or [*map(_REQUIRES_GRAD, swap.forms[0])] != swap.wants
         ):
             swap = self._make_swap()
+        # ``dict.update`` and not ``setattr``, which would look through every place where a module keeps things, for each
+        # parameter.
         for registry, fulls_of, _ in swap.by_registry:
             registry.update(fulls_of)
         for at, full, _ in swap.with_setattr:
@@ -296,6 +301,7 @@ class Tables:
         """
         found: Written = []
         params, fulls, versions, addresses = self.registered
+        # Between passes user code can freeze what is registered, or hook it; the shard is what it means.
         if self.is_kept and self.swap is not None:
             self.swap.follow_freezing()
         if [*map(_VERSION, fulls)] == versions and [*map(_ADDRESS, fulls)] == addresses:

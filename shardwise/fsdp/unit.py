@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import islice, repeat
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -52,6 +52,8 @@ class Memory(Enum):
     HELD = "held"
 
 
+# Two enums, since they change apart: a prefetched unit has shards registered while full parameters are coming, and one that
+# user code has kept unsharded shows the shards between passes while the full ones are held.
 SHARDS, SUB, FULL = Registered
 NONE, COMING, HELD = Memory
 
@@ -210,6 +212,9 @@ class Unit:
         self.adopt_modules(modules)
         self.settings, self.policy = settings, policy
         self.name, self.number, self.track = "", -1, Track("no engine")
+        # On an accelerator autograd calls hooks on a thread of its own for each device, while the thread of the user waits in
+        # ``backward()``.  So what forward writes (``forward``, ``registered``, ``held``) backward may write, too, without a
+        # lock.
         self.forward, self.backward, self.earlier = UnitForward(), UnitBackward(), EarlierGradients()
         self.registered, self.held = SHARDS, NONE
         self.fresh_as_of: tuple[int, int | None] = 0, None
@@ -259,6 +264,7 @@ class Unit:
         """Use ``param``, which another unit may own, at ``places`` of this unit's modules."""
         owner: Unit = param.unit()
         param.registrations += places
+        # The owner switches its forms at the new places, too, so this unit needs no copy of the parameter.
         owner.tables.seen = None  # the tables are made again
         self.use_tied(owner)
 
@@ -308,18 +314,18 @@ class Unit:
     @property
     def gather_coding(self) -> Coding | None:
         """The coding in which parameters are gathered; None: uncompressed."""
-        compression = self.settings.compression
-        if compression is None or self.settings.axes.num_shards == 1 or not any(map(self.is_coded, self.params)):
-            return None
-        return compression.policy.gather
+        return self._coding("gather", self.settings.axes.num_shards)
 
     @property
     def reduce_coding(self) -> Coding | None:
         """The coding in which gradients are reduced (between replicas if there are any); None: uncompressed."""
+        return self._coding("reduce", self.settings.num_ranks)
+
+    def _coding(self, way: Literal["gather", "reduce"], num_ranks: int) -> Coding | None:
         compression = self.settings.compression
-        if compression is None or self.settings.num_ranks == 1 or not any(map(self.is_coded, self.params)):
+        if compression is None or num_ranks == 1 or not any(map(self.is_coded, self.params)):
             return None
-        return compression.policy.reduce
+        return getattr(compression.policy, way)
 
     def is_coded(self, param: ShardedParam) -> bool:
         """Return True if ``param`` is compressed when its unit is."""
@@ -360,6 +366,7 @@ class Unit:
         """
         if self.tables.check(in_step):
             return
+        # Only here does anything loop over parameters in Python; a warm step ends above.
         if (callbacks := self.engine_side.callbacks_ref()) is not None:
             callbacks.forget_seen()  # snapshots hold former shards
         is_first = self.memory.is_new
@@ -483,6 +490,7 @@ class Unit:
                 except RuntimeError as error:
                     raise self._explained(error) from error
                 self.handle = None
+        # After the wait, so that user code that runs while the gather is in flight never finds a parameter without values.
         self.tables.register_full()
         if self.memory.sub is not None:
             self.memory.drop_sub()
@@ -511,6 +519,8 @@ class Unit:
             self._check_sub()
         was_full = self.held is HELD
         if was_full:
+            # A forward may write to its parameters (``Embedding(max_norm=)``).  Peers on this host read the shards until the
+            # pass has ended, so in a pass the write waits in the full parameter.
             written = self.tables.find_writes()
             if written and in_pass:
                 self.reshards_late = True
@@ -535,6 +545,7 @@ class Unit:
 
     def discard(self) -> None:
         """Cancel an all-gather that was not waited for."""
+        # A backend cannot take a collective back: cancelling waits for it, and drops what it has brought.
         if self.handle is not None:
             self.handle.cancel()
             self.handle = None
@@ -605,6 +616,7 @@ class Unit:
     def _current_version(self, pass_number: int | None) -> int:
         # Commits count, since a rank whose shards are empty sees no write of the optimizer, yet has to gather when the others
         # do.  In a pass the version is what the check at its begin has read.
+        # Commits stand above all versions of shards, which stay far below 2**40.
         tables = self.tables
         is_known = pass_number is not None and tables.seen is not None
         return (self.reduction.num_commits << 40) + (tables.last_version if is_known else tables.count_versions())
@@ -643,6 +655,7 @@ class Unit:
                 local.copy_(rows)
             self.memory.is_written = True
             torch.autograd.graph.increment_version(param.sharded)
+            # Else the next unshard would take this write for one of user code, and bump the versions that autograd has saved.
             param.gathered_version = param.version
             params, _, versions, _ = self.tables.registered
             versions[params.index(param)] = torch_private.version_of(full)
@@ -712,6 +725,7 @@ class Unit:
             if full is not None and (gradient := full.grad) is not None:
                 full.grad = None  # sums over backwards are made of gradients in reduce dtypes
                 taken[param] = gradient
+        # ``.grad`` is cleared for frozen parameters as well: they may have been frozen since autograd made their gradient.
         swap, wanted = self.tables.swap, self.reduction.dtypes
         # User code may have frozen some after forward.
         if swap is None or self.memory.in_place or swap.num_trainable < len(swap.fulls):
@@ -729,6 +743,8 @@ class Unit:
         taken = self.take_gradients()
         if self.policy.reduces_unused:
             self.add_zeros(taken)
+        # Ranks pair all-reduces over replicas by their parameters, so one that has a sum of earlier backwards and no gradient
+        # in this one takes part with zeros.
         if self.earlier.partial and self.sums_are_due:
             for param, sum_over_shards in self.earlier.partial.items():
                 if param not in taken:

@@ -117,6 +117,7 @@ class UnitMemory:
 
         ``by_size``: the parameters in their order in memory.
         """
+        # Other memory under a shard is moved back; another dtype or device needs a new layout.
         if self._kinds is not None and [*map(self._kind, params)] == self._kinds:
             for bucket in self.buckets:
                 comm = self.bound_comm
@@ -178,6 +179,7 @@ class UnitMemory:
         self.bound_comm = comm
         delivery = self.delivery = self._new_delivery(self._travelling)
         if self.extended.params:
+            # One collective gathers both what has an extension and what has none.
             self.gather = partial(self.extended.gather, delivery, comm.shards, comm.pool)
         elif delivery is not None and comm.shards is not None:
             self.gather = partial(comm.shards.all_gather, delivery)
