@@ -110,7 +110,7 @@ class FlatBucket:
                 continue
             if param.local.device.type == "cpu" and param.local.is_shared():
                 raise StateError(f"{param.fqn} was moved to shared memory by share_memory_(): share the plain model")
-            # Whoever still holds the former shard would see none of the next steps.  That is refused rather than followed.
+            # What still holds the former shard would see none of the next steps.  That is refused rather than followed.
             if torch_private.storage_use_count(storage):
                 gc.collect()  # garbage reads no values
             if torch_private.storage_use_count(storage):
