@@ -183,8 +183,8 @@ class OptimizerSteps:
     is_on = True
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self._ids = {id(param.sharded) for unit in units for param in unit.params}
-        self._units: Sequence[Unit] = units  # none once the warning about unsynced gradients was given
+        self._units, self._has_warned = units, False
+        self.look_again()
         self._new: list[tuple[str, list[tuple[str, Any]]]] = []  # steps since the last backward, with their options
         self._last: list[tuple[str, list[tuple[str, Any]]]] = []
         self._num_steps = self._num_changes = 0
@@ -192,14 +192,18 @@ class OptimizerSteps:
         self._posted: list[str] = []
         _of_roots.add(self)
 
+    def look_again(self) -> None:
+        """Take the parameters that the units have now: user code may have put others in their place."""
+        self._ids = {id(param.sharded) for unit in self._units for param in unit.params}
+
     def see(self, optimizer: Optimizer) -> None:
         """Note a step of ``optimizer``, if it has parameters of the root."""
         groups = optimizer.param_groups
         if self.is_on and any(id(param) in self._ids for group in groups for param in group["params"]):
             found = [(name, group.get(name)) for group in groups for name in _OPTIONS]
             unsynced = [p.fqn for unit in self._units for p in unit.earlier.unsynced if p.sharded.grad is not None]
-            if unsynced:
-                self._units = ()
+            if unsynced and not self._has_warned:
+                self._has_warned = True
                 _logger.warning(
                     "an optimizer steps on %s, whose gradient has microbatches without sync, not averaged over ranks: each "
                     "rank trains a model of its own. The last microbatch before a step must sync",

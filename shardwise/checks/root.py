@@ -84,6 +84,7 @@ class RootChecks(StepChecks):
     def see_change(self) -> None:
         """Check the running pass."""
         self.is_on = True
+        self._steps.look_again()
 
     def end_unit(self, unit: Unit) -> None:
         """Raise StateError if the forward has written to a full parameter through ``.data``."""

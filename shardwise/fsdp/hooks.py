@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from threading import get_ident
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from shardwise import torch_private
 from shardwise.collectives.owned import broadcast_from_first
 from shardwise.consistency.liveness import refuse_forked
 from shardwise.containers import Args, Conversion, Kwargs, tensors_in
+from shardwise.errors import StateError
 from shardwise.fsdp.attachment import Attachment, attachment_of
 from shardwise.fsdp.backward import Place
 from shardwise.fsdp.engine import Engine, engine_of
@@ -32,7 +33,7 @@ from shardwise.torch_private import beside_transforms, innermost_transform, is_p
 
 # ---- The hooks on modules and outputs.
 
-_NO_RANGE = nullcontext()
+_NO_RANGE = contextlib.nullcontext()
 
 _WHY_NO_GRAPH = (
     "shardwise gathers parameters and reduces gradients between graphs, where a unit begins and ends. With fullgraph=True "
@@ -46,7 +47,7 @@ def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _range(what: str, unit: str, logs: bool) -> AbstractContextManager[object]:
+def _range(what: str, unit: str, logs: bool) -> contextlib.AbstractContextManager[object]:
     """Log that ``what`` begins for ``unit``; return a context that a profiler shows as one range.
 
     Inside a ``torch.func`` transform the context suspends it: the transform applies to the module's computation, not to the
@@ -80,6 +81,7 @@ class Hooks:
         for module in self._unit.modules:
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.after_forward, prepend=False, always_call=True)
+            module.register_load_state_dict_post_hook(self.after_load)
         for module in {param.module(): None for param in self._unit.params}:
             if module is not None:
                 self.reshard_for_state_dict(module)
@@ -110,9 +112,20 @@ class Hooks:
     def before_state_dict(self, *_: Any) -> None:
         """Reshard the unit, and move shards to the memory that they keep: a state dict shows every later step."""
         self.before_load()
+        self._pack()
+
+    def after_load(self, *_: Any) -> None:
+        """Move shards to the memory that they keep: so do those that user code takes after ``load_state_dict(assign=True)``."""
+        engine = engine_of(self._unit)
+        if engine is None or not engine.awaits_backward:  # else that backward is of other parameters than are loaded
+            with contextlib.suppress(StateError):  # the next forward raises it again, when all is loaded
+                self._pack()
+
+    def _pack(self) -> None:
         engine = engine_of(self._unit)
         for unit in () if engine is not None and engine.is_in_step else (self._unit, *self._unit.beside):
-            unit.ensure_packed()
+            if not unit.is_partly_on_meta:
+                unit.ensure_packed()
 
     @dynamo_disabled
     def before_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

@@ -217,6 +217,11 @@ class ShardedParam:
         for registration in self.registrations:
             registration.put(parameter)
 
+    @property
+    def registered(self) -> nn.Parameter | None:
+        """What is registered at the first place, perhaps by user code."""
+        return self.registrations[0].parameters.get(self.registrations[0].name)
+
     def is_own(self, current: nn.Parameter | None) -> bool:
         """Return True if ``current`` is one of this parameter's forms, not a parameter from user code."""
         forms = self.sharded, self.full, self.subsharded, self.registered_form
@@ -283,7 +288,7 @@ class ShardedParam:
         Raises: ConfigError if it is a tensor but no parameter (``torch.func.functional_call`` registers those), or has a
         ``grad_dtype``; StateError if there is none any more.
         """
-        current = self.registrations[0].parameters.get(self.registrations[0].name)
+        current = self.registered
         if current is None:
             self.check_places()
         elif current is not self.full and current is not self.subsharded:

@@ -354,6 +354,12 @@ class Unit:
 
     # ---- what user code has changed between passes ----
 
+    @property
+    def is_partly_on_meta(self) -> bool:
+        """True while user code loads a state dict part by part over parameters on meta; shards are packed on one device."""
+        registered = (at.parameters.get(at.name) for param in self.params for at in param.registrations)
+        return len({each.is_meta for each in registered if each is not None}) > 1
+
     def bind(self, comm: UnitComm) -> None:
         """Use ``comm`` for collectives and memory from now on."""
         self.tables.seen = None  # until here user code may have patched extensions on shards
@@ -394,8 +400,7 @@ class Unit:
         for param in [*self.params]:
             if self._keep_tied(param):
                 param.check_ties()
-                at = param.registrations[0]
-                self.memory.packs.count += not param.is_own(at.parameters.get(at.name))
+                self.memory.packs.count += not param.is_own(param.registered)
                 param.adopt_registered()
 
     def _keep_tied(self, param: ShardedParam) -> bool:

@@ -111,7 +111,9 @@ def is_summed_later(fqn: str) -> str:
 @contextmanager
 def withdrawn(waiting: Iterable[dict[ShardedParam, WaitingGradient]]) -> Generator[None]:
     """Have in ``.grad`` what was there before gradients waited, for code that copies or converts gradients."""
-    shown = [(marks, param) for marks in waiting for param, mark in marks.items() if mark.withdraw(param)]
+    # A parameter that user code has put in the place of one has none of its gradients; the next pass drops these.
+    pairs = ((marks, param) for marks in waiting for param in marks if param.is_own(param.registered))
+    shown = [(marks, param) for marks, param in pairs if marks[param].withdraw(param)]
     try:
         yield
     finally:

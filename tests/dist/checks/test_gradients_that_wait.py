@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.compare import REORDERED, assert_same, average_gradients
+from helpers.compare import REORDERED, assert_same, average_gradients, full
 from helpers.models import batch_for, build
 from helpers.pairs import pairwise
 from helpers.ranks import on_ranks
@@ -362,3 +362,21 @@ def test_zero_grad_of_unsharded_modules_clears_their_own_gradients_and_those_tha
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(mine.grad.full_tensor(), theirs.grad)
         model.zero_grad()
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+@on_ranks(2)
+def test_a_parameter_put_in_the_place_of_one_has_none_of_its_gradients_that_wait(way: str) -> None:
+    """Also if the model is converted before the next forward, which hands waiting gradients on."""
+    begin, end = WAYS[way]
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")) if way == "no all-reduce" else None
+    model: Any = nn.Sequential(nn.Linear(4, 3, bias=False))
+    head: Any = fully_shard(model[0], mesh=mesh)  # a unit inside of the one that is converted
+    fully_shard(model, mesh=mesh)
+    begin(model)
+    model(torch.ones(2, 4)).sum().backward()
+    head.register_parameter("weight", nn.Parameter(head.weight.detach().clone()))
+    model.double().float()
+    end(model)
+    model(torch.full((1, 4), 3.0)).sum().backward()
+    assert full(head.weight.grad).equal(torch.full((3, 4), 3.0))

@@ -29,7 +29,11 @@ def train_unlike(kind: str) -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = replicate(nn.Linear(8, 4), process_group=None) if kind == "rate" else sharded()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 * (1 + (rank == 1 and kind == "rate")))
+    if kind == "assigned":  # another parameter than that of the first forward, at another address
+        model = fully_shard(nn.Linear(8, 4, bias=False))
+        model(torch.ones(2, 8)).sum().backward()
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 * (1 + (rank == 1 and kind in ("rate", "assigned"))))
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     for number in range(12):
         model(torch.ones(2, 8)).square().sum().backward()
@@ -51,6 +55,7 @@ def train_unlike(kind: str) -> None:
             r"rank 1: 5 steps, the last one 2 backwards ago: AdamW\(lr=0.01.*rank 2: steps and options as before",
         ),
         ("rate", 2, r"rank 0: 1 steps.*lr=0.01.*rank 1: 1 steps.*lr=0.02|rank 1: .*lr=0.02.*rank 0: .*lr=0.01"),
+        ("assigned", 2, r"rank 0: 1 steps.*lr=0.01.*rank 1: 1 steps.*lr=0.02|rank 1: .*lr=0.02.*rank 0: .*lr=0.01"),
         ("plateau", 2, r"rank 1: .*lr=0.001.*rank 0: steps and options as before"),
     ],
 )

@@ -335,3 +335,28 @@ def test_a_forward_on_meta_says_first_what_to_do() -> None:
         StateError, match=r"^Call shardwise\.init_parameters\(model\).*still on meta device: \['weight'"
     ):
         model(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("first", ["0.weight", "1.weight"])
+@on_ranks(2)
+def test_a_state_dict_that_is_loaded_part_by_part_can_be_read_between(first: str) -> None:
+    values = {
+        f"{number}.weight": torch.randn(5, 5, generator=torch.Generator().manual_seed(number)) for number in range(2)
+    }
+    with torch.device("meta"):
+        model = fully_shard(nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)))
+    mesh, (one, other) = init_device_mesh("cpu", (2,)), sorted(values, key=lambda name: name != first)
+    shards = {key: distribute_tensor(values[key], mesh, value.placements) for key, value in model.state_dict().items()}
+    model.load_state_dict({one: shards[one]}, assign=True, strict=False)
+    assert full(model.state_dict()[one]).equal(values[one])
+    model.load_state_dict({other: shards[other]}, assign=True, strict=False)
+    # What is taken after the load shows every later step: a state dict would move shards to their places, this does not.
+    kept = {name: param.to_local() for name, param in model.named_parameters() if isinstance(param, DTensor)}
+    model(torch.ones(2, 5)).sum().backward()
+    model.reshard()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    for name, value in model.state_dict().items():
+        assert full(value).equal(values[name] + 1)
+        assert kept[name].equal(value.to_local())
