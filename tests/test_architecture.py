@@ -326,7 +326,7 @@ def test_files_and_functions_are_short() -> None:
 
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
-    "fsdp": 5705,  # with plan and checks 6482; containers.py (136) and loop/trace.py (98) were in it; issue 57 about 300
+    "fsdp": 5705,  # with plan and checks 6482; containers.py (136) and loop/meter.py were in it; issue 57 about 300
     "collectives": 2654,  # of 2800
     "checkpoint": 2470,  # with transaction 2900; issue 62: the removal of one version
     "publish": 564,  # issue 62, which allows 650 with sleep
@@ -336,8 +336,7 @@ BUDGETS = {
     "optim": 1693,
     "zero": 1048,
     "cli": 1428,  # of which 48 and 49 about 160, 59 and 60 about 65
-    "(top)": 1480,  # with testing 1820, of which reference.py is 177 and containers.py, once in fsdp, 136
-    "transaction": 468,
+    "(top)": 1942,  # with testing; of it transaction.py is 468, reference.py is 177 and containers.py, once in fsdp, 136
     "elastic": 1150,  # issue 61, of which under torchrun 234
     "reproducible": 510,  # issue 49
     "loop": 758,  # of which trace.py, once in fsdp, 98; issue 61: what a launcher asks of a supervisor

@@ -1,4 +1,4 @@
-"""The ranks of ``shardwise train`` and ``shardwise run`` on this host, and their restarts.
+"""The ranks of ``shardwise train`` and ``shardwise run`` on this host, and their restarts; ``shardwise prove``.
 
 They meet through a file in a folder of this user: nothing listens for them, and nothing is read from a socket here.
 """
@@ -12,10 +12,11 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ from shardwise.consistency.liveness import host_id
 from shardwise.consistency.recorder import BLACK_BOX, PATTERN
 from shardwise.elastic.launcher import STUCK_S, ElasticTerms, Launcher
 from shardwise.errors import ConfigError, RankError
-from shardwise.formatting import format_ranks
+from shardwise.formatting import format_ranks, plain
 from shardwise.loop.launch import (
     LEAVE_S,
     Ended,
@@ -46,6 +47,8 @@ from shardwise.loop.launch import (
     run_ranks,
 )
 from shardwise.one_host import PREFIX, read_proc
+from shardwise.prove.compare import ProveOptions
+from shardwise.prove.run import compare_folders, prove
 from shardwise.recipes.config import TrainConfig, check_ranks
 
 _SAID = (EXIT_FAILED, EXIT_CONFIG, EXIT_FINAL)  # of a rank that has reported why
@@ -341,3 +344,65 @@ def _conclude(outcome: ProgramOutcome, received: Sequence[int]) -> int:
     if any(outcome.records.glob(PATTERN)):
         print(f"shardwise: what each rank did last: shardwise diagnose {outcome.records}", file=sys.stderr)
     return failure.code if failure.code > 0 else 128 - failure.code
+
+
+# ---- ``shardwise prove``: is this training right?
+
+_DEFAULT = ProveOptions()
+_OPTIONS: dict[str, tuple[str, Any]] = {  # by their words for ProveOptions: what it takes, and what it does
+    "steps": ("K", "optimizer steps (default: %(default)s)"),
+    "rtol": ("X", "a fault is X times what rounding does (default: %(default)g)"),
+    "only": ("GLOB", "compare modules and parameters of these names"),
+    "keep": ("FOLDER", "keep the recordings there"),
+    "limit_s": ("S", "seconds of one run (default: %(default)g)"),
+    "exact": ("", "every difference of a bit is a fault"),
+    "init": ("", "compare initial values, too"),
+    "strict": ("", "notes about the script are faults"),
+    "json": ("", "print the verdict as JSON"),
+    "compare": ("", "compare two folders of shardwise.recorded in place of a script"),
+}
+_KINDS: dict[str, Any] = {"steps": int, "rtol": float, "limit_s": float, "keep": Path}
+
+
+def add_prove_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Add ``prove``."""
+    parser = commands.add_parser(
+        "prove",
+        help="hold your training script against plain data parallelism",
+        usage="shardwise prove [-n N] [options] [--] SCRIPT ARGS ... | --compare A B",
+        description="Run a script as it is, as plain data parallelism, and once more moved by rounding; name the first tensor "
+        "that differs. Exit code 0: right, 1: it differs, 2: it cannot be proven. The script runs three times: the second and "
+        "third time in a copy of this folder; what it writes outside of this folder is written three times.",
+    )
+    parser.add_argument("-n", "--nproc", type=int, default=2, metavar="N", help="ranks (default: %(default)s)")
+    for name, (what, text) in _OPTIONS.items():
+        word, default = f"--{name.replace('_', '-')}", getattr(_DEFAULT, name, None)
+        if what:
+            parser.add_argument(word, type=_KINDS.get(name, str), default=default, metavar=what, help=text)
+        else:
+            parser.add_argument(word, action="store_true", help=text)
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS", help="a script and its arguments")
+
+
+def run_prove(arguments: argparse.Namespace) -> int:
+    """Print the verdict; return its code.  Raises: ConfigError."""
+    words: list[str] = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+    options = ProveOptions(**{each.name: getattr(arguments, each.name) for each in fields(ProveOptions)})
+    if arguments.nproc < 1 or options.steps < 1 or not options.rtol > 0 or not options.limit_s > 0:
+        raise ConfigError(
+            f"-n is {arguments.nproc}, --steps {options.steps}, --rtol {options.rtol:g}, --limit-s {options.limit_s:g}; "
+            "expected at least 1 rank and step, and positive limits"
+        )
+    if arguments.compare and len(words) != 2:
+        raise ConfigError(f"--compare takes two folders, found {words}")
+    if not arguments.compare and not (words and Path(words[0]).exists()):
+        raise ConfigError(f"shardwise prove: no such script: {words[:1]}. Name a script")
+    if arguments.compare:
+        verdict = compare_folders(Path(words[0]), Path(words[1]), options)
+    else:
+        verdict = prove(words, arguments.nproc, options, quiet=arguments.json)
+    if arguments.json:
+        print(json.dumps(verdict.as_dict(), indent=2))
+    else:
+        print("\n".join(map(plain, verdict.lines())), file=sys.stderr if verdict.reason else sys.stdout)
+    return verdict.code

@@ -22,9 +22,8 @@ from torch.cuda.nccl import version as nccl_version
 from shardwise import __version__
 from shardwise.checks.root import CHECKS, mode_of
 from shardwise.cli import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, check_extras, read_num_bytes
-from shardwise.cli.local_ranks import add_run_arguments, run_run
+from shardwise.cli.local_ranks import add_prove_arguments, add_run_arguments, run_prove, run_run
 from shardwise.cli.plan import add_plan_arguments, run_plan
-from shardwise.cli.prove import add_prove_arguments, run_prove
 from shardwise.cli.train import add_train_arguments, read_train_request, with_config_file
 from shardwise.collectives.host.local_peers import HEADER_BYTES, Segment, can_share_memory
 from shardwise.consistency.recorder import diagnose, find_records, in_words, last_job

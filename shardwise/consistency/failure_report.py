@@ -41,20 +41,18 @@ from shardwise.consistency.process_groups import (
     collectives_begun,
     groups_within,
 )
-from shardwise.consistency.rank_status import (
+from shardwise.consistency.recorder import (
+    NOTHING_MOVES,
     RankStatus,
     awaited_groups,
     deadlocked,
-    status_at,
-    status_from_text,
-    statuses_in_words,
-)
-from shardwise.consistency.recorder import (
-    NOTHING_MOVES,
     excepthook,
     lines_of,
     lines_of_trace,
     place_of_records,
+    status_at,
+    status_from_text,
+    statuses_in_words,
     write_all,
 )
 from shardwise.consistency.store import (

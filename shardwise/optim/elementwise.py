@@ -28,8 +28,14 @@ from shardwise.optim.slices import (
     loss_of,
     state_of_slice,
 )
-from shardwise.optim.state_dict import load_indexed, unwrap
-from shardwise.optim.sums import SumsOverRanks, per_element_of, states_after_zeros, why_not_elementwise
+from shardwise.optim.state_dict import (
+    SumsOverRanks,
+    load_indexed,
+    per_element_of,
+    states_after_zeros,
+    unwrap,
+    why_not_elementwise,
+)
 
 # ---- Runs: slices that are contiguous in memory, with contiguous gradients, updated as one 1-D tensor.
 # Runs are found by address only, independent of FSDP units: shards and gradients in flat memory get one update per run,

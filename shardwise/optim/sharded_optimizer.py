@@ -58,9 +58,11 @@ from shardwise.optim.state_dict import (
     refuse_other_state,
     step_in_sync,
     synced_options,
+    takes_sums,
+    why_not_cut,
+    why_other_class,
     wrap,
 )
-from shardwise.optim.sums import takes_sums, why_not_cut, why_other_class
 from shardwise.optim.whole_matrix import WholeMatrixStep
 
 # ---- Plain parameters whose gradients nothing averages: the model was sharded by no API, and each rank trains one of its own.

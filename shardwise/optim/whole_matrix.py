@@ -38,8 +38,7 @@ from shardwise.optim.slices import (
     loss_of,
     step_cost,
 )
-from shardwise.optim.state_dict import full_value, load_indexed, misfit
-from shardwise.optim.sums import states_after_zeros
+from shardwise.optim.state_dict import full_value, load_indexed, misfit, states_after_zeros
 from shardwise.torch_private import ShardedTensor
 
 # ---- Exchanges of whole matrices whose errors name the missing rank.

@@ -43,8 +43,16 @@ from shardwise.recipes.data import (
     validation_part,
 )
 from shardwise.recipes.gpt import GPT, build_gpt, generate, logits_of, next_byte_loss
-from shardwise.recipes.html_report import REPORT, HtmlReport
-from shardwise.recipes.report import FileRunLog, ProgressDisplay, RunLog, TrainedStep, memory_table, open_lines
+from shardwise.recipes.report import (
+    REPORT,
+    FileRunLog,
+    HtmlReport,
+    ProgressDisplay,
+    RunLog,
+    TrainedStep,
+    memory_table,
+    open_lines,
+)
 from shardwise.recipes.run_folder import (
     Restart,
     RunProgress,

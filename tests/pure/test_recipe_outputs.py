@@ -19,8 +19,7 @@ from shardwise.formatting import format_bytes
 from shardwise.recipes.config import ModelShape, TrainConfig
 from shardwise.recipes.data import TextFacts, Windows
 from shardwise.recipes.gpt import build_gpt, generate, next_byte_loss
-from shardwise.recipes.html_report import HtmlReport
-from shardwise.recipes.report import FileRunLog, ProgressDisplay, TrainedStep, memory_table
+from shardwise.recipes.report import FileRunLog, HtmlReport, ProgressDisplay, TrainedStep, memory_table
 from shardwise.recipes.run_folder import TrainRun
 from shardwise.recipes.sharding import (
     STRATEGIES,
