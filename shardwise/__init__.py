@@ -7,7 +7,7 @@ from shardwise.collectives.compressed import CompressionPolicy
 from shardwise.collectives.host import register_transports as _register_transports
 from shardwise.collectives.routes import set_default_transport
 from shardwise.consistency.failure_report import set_wait_report
-from shardwise.consistency.liveness import set_host_timeout
+from shardwise.consistency.process_groups import set_host_timeout
 from shardwise.consistency.recorder import record
 from shardwise.data.microbatches import Microbatches
 from shardwise.data.mixture import Mixture

@@ -20,7 +20,7 @@ ROOT = Path(shardwise.__file__).parent
 LINES: tuple[tuple[str, ...], ...] = (
     ("observe", "torch_private", "one_host", "formatting"),
     ("errors",),
-    ("arguments", "containers", "safe_files", "random_state", "layout", "plan"),
+    ("arguments", "containers", "safe_files", "layout", "plan"),
     ("consistency",),
     ("collectives", "data"),
     ("fsdp",),

@@ -22,13 +22,18 @@ import torch
 
 from shardwise.cli import (
     ATTEMPT_VARIABLE,
+    COUNT,
     EXIT_CONFIG,
     EXIT_FAILED,
     EXIT_FINAL,
     LAUNCHER_VARIABLE,
+    SECONDS,
     STORE_VARIABLE,
+    SWITCH,
+    Row,
+    add_command,
 )
-from shardwise.consistency.liveness import host_id
+from shardwise.consistency.process_groups import host_id
 from shardwise.consistency.recorder import BLACK_BOX, PATTERN
 from shardwise.elastic.launcher import STUCK_S, ElasticTerms, Launcher
 from shardwise.errors import ConfigError, RankError
@@ -210,54 +215,47 @@ def job_of(environment: Mapping[str, str]) -> str | None:
 
 _CPU_RANKS = 2
 _HOSTS_RESTARTS = 9  # in the command for several hosts: torchrun's default of 0 outlives nothing
-STUCK_HELP = (
-    f"with --elastic: end a rank without progress while others wait, after S seconds (default: {STUCK_S:g}; 0: never)"
+# Options of ``run`` and ``train``, each with the defaults of its own.
+LAUNCH_OPTIONS: tuple[Row, ...] = (
+    (
+        "--max-restarts",
+        "start ranks again after a failure, up to K times; train: from the newest checkpoint that is whole; with --elastic: in "
+        "place of lost ones (default: 0)",
+        {"type": int, "metavar": "K"},
+    ),
+    ("--leave-s", f"seconds to leave, after a signal and the first rank (default: {LEAVE_S:g})", SECONDS),
+    ("--elastic", "go on, from memory, when ranks are killed", SWITCH),
+    ("--spares", "with --elastic: processes that wait to replace a lost rank (default: 0)", COUNT),
+    (
+        "--min-nproc",
+        "with --elastic: end when fewer are left (default: 1); train --max-restarts: restart on those that are left after some "
+        "were killed (default: on as many as before)",
+        {"type": int, "metavar": "M"},
+    ),
+    (
+        "--hang-after",
+        f"with --elastic: end a rank without progress while others wait, after S seconds (default: {STUCK_S:g}; 0: never)",
+        SECONDS,
+    ),
 )
-LEAVE_HELP = f"seconds to leave, after a signal and the first rank (default: {LEAVE_S:g})"
+_PROGRAM: Row = ("program", "a script and its arguments", {"nargs": argparse.REMAINDER, "metavar": "SCRIPT ARGS"})
 
 
-def add_run_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+def add_run_arguments(commands: Any) -> None:
     """Add ``run``."""
-    parser = commands.add_parser(
-        "run",
-        help="start your own script on several ranks of this host",
-        usage="shardwise run [-n N] [--max-restarts K] [--] SCRIPT ARGS ... | -m MODULE ARGS ...",
-        description="Start a script, or a module as python -m does, on ranks of this host. "
-        "dist.init_process_group() and fully_shard find what torchrun tells them. Nothing listens beyond loopback; signals "
-        "reach all ranks, the first error is shown once, and no process is left over.",
+    described = (
+        "Start a script, or a module as python -m does, on ranks of this host. dist.init_process_group() and fully_shard find "
+        "what torchrun tells them. Nothing listens beyond loopback; signals reach all ranks, the first error is shown once, "
+        "and no process is left over."
     )
-    parser.add_argument(
-        "-n",
-        "--nproc",
-        type=int,
-        metavar="N",
-        help=f"ranks (default: the number of GPUs; {_CPU_RANKS} where there is none)",
-    )
-    parser.add_argument(
-        "--max-restarts", type=int, default=0, metavar="K", help="start all ranks again after a failure (default: 0)"
-    )
-    parser.add_argument("--leave-s", type=float, default=LEAVE_S, metavar="S", help=LEAVE_HELP)
-    add_elastic_arguments(parser)
-    for name in ("--nnodes", "--node-rank", "--rdzv-endpoint"):  # torchrun's: an error says how it is called
-        parser.add_argument(name, default="1" if name == "--nnodes" else None, help=argparse.SUPPRESS)
-    parser.add_argument("-m", "--module", action="store_true", help="run the module of this name in place of a script")
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS", help="a script and its arguments")
-
-
-def add_elastic_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ranks that outlive each other."""
-    parser.add_argument(
-        "--elastic",
-        action="store_true",
-        help="go on, from memory, when ranks are killed; --max-restarts K then starts K processes in place of lost ones",
-    )
-    parser.add_argument(
-        "--spares", type=int, default=0, metavar="N", help="processes that wait to replace a lost rank (default: 0)"
-    )
-    parser.add_argument(
-        "--min-nproc", type=int, default=1, metavar="M", help="with --elastic: end when fewer are left (default: 1)"
-    )
-    parser.add_argument("--hang-after", dest="stuck_after", type=float, metavar="S", help=STUCK_HELP)
+    ranks = f"ranks (default: the number of GPUs; {_CPU_RANKS} where there is none)"
+    rows: list[Row] = [("-n --nproc", ranks, COUNT), *LAUNCH_OPTIONS]
+    # torchrun's: an error says how it is called
+    rows += [(name, argparse.SUPPRESS, {}) for name in ("--nnodes", "--node-rank", "--rdzv-endpoint")]
+    rows += [("-m --module", "run the module of this name in place of a script", SWITCH), _PROGRAM]
+    parser = add_command(commands, "run", ("start your own script on several ranks of this host", described), rows)
+    parser.usage = "shardwise run [-n N] [--max-restarts K] [--] SCRIPT ARGS ... | -m MODULE ARGS ..."
+    parser.set_defaults(max_restarts=0, leave_s=LEAVE_S, spares=0, min_nproc=1, nnodes="1")
 
 
 def run_run(arguments: argparse.Namespace) -> int:
@@ -283,14 +281,14 @@ def run_run(arguments: argparse.Namespace) -> int:
         print(f"shardwise: {nproc} ranks ({where}; -n N changes it)", file=sys.stderr)
     program = UserProgram("module" if arguments.module else "script", tuple(words))
     if not arguments.elastic:
-        if arguments.spares or arguments.min_nproc != 1 or arguments.stuck_after is not None:
+        if arguments.spares or arguments.min_nproc != 1 or arguments.hang_after is not None:
             raise ConfigError("--spares, --min-nproc and --hang-after need --elastic.")
         return _run(program, nproc, arguments.max_restarts, arguments.leave_s)
     if arguments.spares < 0 or not 1 <= arguments.min_nproc <= nproc:
         raise ConfigError(
             f"--spares is {arguments.spares}, expected at least 0; --min-nproc is {arguments.min_nproc}, expected 1 to {nproc}."
         )
-    stuck_s = read_stuck(arguments.stuck_after)
+    stuck_s = read_stuck(arguments.hang_after)
     terms = ElasticTerms(nproc, arguments.spares, arguments.max_restarts, arguments.min_nproc, stuck_s)
     return _run_elastic(program, terms, arguments.leave_s)
 
@@ -348,40 +346,33 @@ def _conclude(outcome: ProgramOutcome, received: Sequence[int]) -> int:
 
 # ---- ``shardwise prove``: is this training right?
 
-_DEFAULT = ProveOptions()
-_OPTIONS: dict[str, tuple[str, Any]] = {  # by their words for ProveOptions: what it takes, and what it does
-    "steps": ("K", "optimizer steps (default: %(default)s)"),
-    "rtol": ("X", "a fault is X times what rounding does (default: %(default)g)"),
-    "only": ("GLOB", "compare modules and parameters of these names"),
-    "keep": ("FOLDER", "keep the recordings there"),
-    "limit_s": ("S", "seconds of one run (default: %(default)g)"),
-    "exact": ("", "every difference of a bit is a fault"),
-    "init": ("", "compare initial values, too"),
-    "strict": ("", "notes about the script are faults"),
-    "json": ("", "print the verdict as JSON"),
-    "compare": ("", "compare two folders of shardwise.recorded in place of a script"),
-}
-_KINDS: dict[str, Any] = {"steps": int, "rtol": float, "limit_s": float, "keep": Path}
+_OPTIONS: tuple[Row, ...] = (
+    ("-n --nproc", "ranks (default: %(default)s)", {**COUNT, "default": 2}),
+    ("--steps", "optimizer steps (default: %(default)s)", {"type": int, "metavar": "K"}),
+    ("--rtol", "a fault is X times what rounding does (default: %(default)g)", {"type": float, "metavar": "X"}),
+    ("--only", "compare modules and parameters of these names", {"metavar": "GLOB"}),
+    ("--keep", "keep the recordings there", {"type": Path, "metavar": "FOLDER"}),
+    ("--limit-s", "seconds of one run (default: %(default)g)", SECONDS),
+    ("--exact", "every difference of a bit is a fault", SWITCH),
+    ("--init", "compare initial values, too", SWITCH),
+    ("--strict", "notes about the script are faults", SWITCH),
+    ("--json", "print the verdict as JSON", SWITCH),
+    ("--compare", "compare two folders of shardwise.recorded in place of a script", SWITCH),
+    _PROGRAM,
+)
 
 
-def add_prove_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+def add_prove_arguments(commands: Any) -> None:
     """Add ``prove``."""
-    parser = commands.add_parser(
-        "prove",
-        help="hold your training script against plain data parallelism",
-        usage="shardwise prove [-n N] [options] [--] SCRIPT ARGS ... | --compare A B",
-        description="Run a script as it is, as plain data parallelism, and once more moved by rounding; name the first tensor "
-        "that differs. Exit code 0: right, 1: it differs, 2: it cannot be proven. The script runs three times: the second and "
-        "third time in a copy of this folder; what it writes outside of this folder is written three times.",
+    described = (
+        "Run a script as it is, as plain data parallelism, and once more moved by rounding; name the first tensor that "
+        "differs. Exit code 0: right, 1: it differs, 2: it cannot be proven. The script runs three times: the second and third "
+        "time in a copy of this folder; what it writes outside of this folder is written three times."
     )
-    parser.add_argument("-n", "--nproc", type=int, default=2, metavar="N", help="ranks (default: %(default)s)")
-    for name, (what, text) in _OPTIONS.items():
-        word, default = f"--{name.replace('_', '-')}", getattr(_DEFAULT, name, None)
-        if what:
-            parser.add_argument(word, type=_KINDS.get(name, str), default=default, metavar=what, help=text)
-        else:
-            parser.add_argument(word, action="store_true", help=text)
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS", help="a script and its arguments")
+    text = "hold your training script against plain data parallelism"
+    parser = add_command(commands, "prove", (text, described), _OPTIONS)
+    parser.usage = "shardwise prove [-n N] [options] [--] SCRIPT ARGS ... | --compare A B"
+    parser.set_defaults(**asdict(ProveOptions()))
 
 
 def run_prove(arguments: argparse.Namespace) -> int:

@@ -327,29 +327,3 @@ def resolve_scale(scale: Scale, size: int) -> Arithmetic:
     if divisor == size and not scale.sum_only:
         return Arithmetic(None, dist.ReduceOp.AVG, None)
     return Arithmetic(None, dist.ReduceOp.SUM, divisor)
-
-
-class Communicator(Protocol):
-    """One group of ranks along a mesh axis."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks in the group."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """This process's index in the group."""
-        ...
-
-    def all_gather(self, ends: GatherEnds) -> Handle:
-        """Launch an all-gather; ``wait`` delivers the result."""
-        ...
-
-    def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
-        """Launch a reduce-scatter; ``wait`` delivers the result."""
-        ...
-
-    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Handle:
-        """Launch an in-place all-reduce of the 1-D ``tensor``; ``contents`` describes it."""
-        ...

@@ -30,8 +30,7 @@ from shardwise.consistency.failure_report import (
     look_next,
     publish_failure,
 )
-from shardwise.consistency.liveness import is_gone
-from shardwise.consistency.process_groups import patience_s
+from shardwise.consistency.process_groups import is_gone, patience_s
 from shardwise.consistency.store import BRIEF_S, JobStore, default_store
 from shardwise.errors import TransportError
 from shardwise.observe import EVERYBODY, last_time, note

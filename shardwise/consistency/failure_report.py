@@ -28,18 +28,16 @@ import torch
 import torch.distributed as dist
 
 from shardwise.consistency import store as alarm
-from shardwise.consistency.liveness import (
-    host_timeout_s,
-    is_elsewhere,
-    is_gone,
-    mark_left,
-    tells_of_lost_host,
-)
 from shardwise.consistency.process_groups import (
     abort_all_connections,
     abort_connections,
     collectives_begun,
     groups_within,
+    host_timeout_s,
+    is_elsewhere,
+    is_gone,
+    mark_left,
+    tells_of_lost_host,
 )
 from shardwise.consistency.recorder import (
     NOTHING_MOVES,

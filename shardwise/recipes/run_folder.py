@@ -141,8 +141,6 @@ def load_newest(folder: Path, entries: Mapping[str, Any]) -> Resumed:
     Raises: ConfigError on every rank, before any change, if there is none, or if it has other parameters.
     """
     progress: dict[str, Any] = {}
-    if (found := list_checkpoints(folder)) and not _has_data(found[-1]):
-        entries = {name: entry for name, entry in entries.items() if name != "data"}
     try:
         loaded = load(folder, {**entries, _PROGRESS: progress}, fallback=True)
     except DamagedCheckpointError as error:
@@ -150,14 +148,6 @@ def load_newest(folder: Path, entries: Mapping[str, Any]) -> Resumed:
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     return Resumed(loaded.path, progress_from_json(progress), loaded.skipped)
-
-
-def _has_data(checkpoint: Path) -> bool:
-    """Return False for a checkpoint of an earlier version; a damaged one is named by the load."""
-    try:
-        return "data" in read_manifest(Files(), checkpoint).values
-    except CheckpointError:
-        return True
 
 
 def entries_of(

@@ -1,4 +1,4 @@
-"""The values of ``--shard``: for each, how to wrap the model, build its optimizer, reduce, clip and sync.
+"""The values of ``--shard``: for each, how to wrap the model, build its optimizer, reduce and sync.
 
 A new sharding strategy is a new entry in ``STRATEGIES``; the trainer, the checkpoints and the command line read the
 table.
@@ -38,7 +38,6 @@ from shardwise import (
     OptimizerOffload,
     ShardedOptimizer,
     ZeroRedundancyOptimizer,
-    clip_grad_norm_,
     fully_shard,
     policy,
     replicate,
@@ -301,14 +300,13 @@ class ShardingStrategy:
 
     ``wrap`` gets the model on its device (heads split, parts compiled), the data-parallel mesh, and what --memory allows;
     ``build_optimizer`` gets where its state is then; ``sync(model, on)`` says whether this microbatch's backward reduces
-    gradients; ``clip`` returns the norm before; ``precision`` is entered around forward; ``plain`` gives the module itself.
+    gradients; ``precision`` is entered around forward; ``plain`` gives the module itself.
     """
 
     summary: str
     wrap: Callable[[nn.Module, TrainConfig, DeviceMesh, MemoryLimit | None], nn.Module]
     build_optimizer: Callable[[nn.Module, TrainConfig, OptimizerOffload | None], Optimizer]
     sync: Callable[[nn.Module, bool], AbstractContextManager[None]]
-    clip: Callable[[nn.Module, Optimizer, float], Tensor]
     precision: Callable[[TrainConfig, torch.device], AbstractContextManager[object]]
     plain: Callable[[nn.Module], nn.Module]
 
@@ -404,7 +402,6 @@ _FULL = ShardingStrategy(
     wrap=_shard_fully,
     build_optimizer=build_adamw,
     sync=lambda model, on: policy(model, sync=on),
-    clip=lambda model, optimizer, max_norm: clip_grad_norm_(model.parameters(), max_norm),
     precision=lambda config, device: nullcontext(),
     plain=lambda model: model,
 )
@@ -413,7 +410,6 @@ _NONE = ShardingStrategy(
     wrap=_wrap_ddp,
     build_optimizer=build_adamw,
     sync=_ddp_sync,
-    clip=lambda model, optimizer, max_norm: clip_grad_norm_(model.parameters(), max_norm),
     precision=_autocast,
     plain=lambda model: cast(DistributedDataParallel, model).module,
 )

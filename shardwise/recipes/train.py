@@ -26,6 +26,7 @@ from shardwise import (
     Trace,
     __version__,
     apply_activations,
+    clip_grad_norm_,
     describe_units,
     elastic,
     record,
@@ -292,7 +293,7 @@ def train_steps(
         signal, num_broken = trainer.ranks.highest([asked(), int(is_broken)])
         if num_broken:
             figures.write()
-            finish_saves(trainer)
+            finish(trainer.run.checkpoints)
             mean = trainer.ranks.mean([step.loss])[0]
             raise _diverged(trainer, done, f"the loss is {mean}, the norm of its gradients {step.figures.grad_norm}")
         if signal or done == config.steps:
@@ -313,7 +314,7 @@ def train_steps(
                 trainer.report.write(every_s=60.0)  # it reads all figures again
             save(trainer, done)
         if signal or done == config.steps:
-            finish_saves(trainer)
+            finish(trainer.run.checkpoints)
         if signal and done < config.steps:
             yield Stopped(_of_all_ranks(trainer, held), done, signal)
             return
@@ -359,7 +360,7 @@ def _train_step(trainer: Trainer, step: int, meter: StepMeter) -> _DoneStep:
         losses.append(part.detach())
     limit = config.clip or math.inf
     if fixed is None:
-        loss, norm = torch.stack(losses).sum(), strategy.clip(trainer.model, trainer.optimizer, limit)
+        loss, norm = torch.stack(losses).sum(), clip_grad_norm_(trainer.model.parameters(), limit)
     else:
         loss, norm = fixed.sum(losses), fixed.clip_grad_norm_(limit)
     trainer.optimizer.step()
@@ -406,11 +407,6 @@ def save(trainer: Trainer, done: int) -> None:
     progress = RunProgress(done, done * config.batch, config.model, trainer.num_parameters)
     entries = entries_of(trainer.strategy.plain(trainer.model), trainer.optimizer, trainer.fixed, trainer.data)
     start_saving(trainer.run.checkpoints, progress, entries, config.keep, wait=trainer.memory is not None)
-
-
-def finish_saves(trainer: Trainer) -> None:
-    """Return once the last checkpoint is complete.  Raises: CheckpointError on every rank if it was not written."""
-    finish(trainer.run.checkpoints)
 
 
 @torch.no_grad()

@@ -26,7 +26,6 @@ from shardwise.collectives.host.local_peers import (
     meet,
 )
 from shardwise.collectives.host.shared_memory import HostLink, outbox_bytes, sums_bytes
-from shardwise.collectives.protocol import Communicator
 from shardwise.collectives.routes import Link, PassTracker
 from shardwise.collectives.streams import SideStream, device_of
 
@@ -43,7 +42,7 @@ class Way:
     group: dist.ProcessGroup
     pool: BufferPool
     pass_tracker: PassTracker
-    comm: Communicator
+    comm: GroupCommunicator
     link: Link | None
     publish_sections: Callable[[Sequence[Ends]], None]
 
@@ -72,7 +71,7 @@ class Way:
         return made
 
     @contextmanager
-    def in_pass(self, kind: str = "forward") -> Iterator[Communicator]:
+    def in_pass(self, kind: str = "forward") -> Iterator[GroupCommunicator]:
         """Return the communicator in a span, which ends as the body does: closed, or left by an exception."""
         self.pass_tracker.begin(kind)  # type: ignore[arg-type]
         try:

@@ -57,7 +57,7 @@ torch.distributed.destroy_process_group()
 
 EXITS = """
 import os, sys, torch, torch.distributed as dist
-import shardwise.consistency.liveness as at_exit
+import shardwise.consistency.process_groups as at_exit
 from shardwise import fully_shard
 for name, end in (("kept", lambda: None), ("destroyed", dist.destroy_process_group)):
     if child := os.fork():

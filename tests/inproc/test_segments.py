@@ -18,7 +18,7 @@ from helpers.store_exchanges import announce_as, gone_process
 
 from shardwise import TransportError, observe
 from shardwise.collectives.host.local_peers import HEADER_BYTES, NUM_WORDS, Arena, Segment
-from shardwise.consistency.liveness import Liveness, is_gone
+from shardwise.consistency.process_groups import Liveness, is_gone
 
 
 @pytest.fixture

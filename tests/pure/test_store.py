@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise import TransportError
-from shardwise.consistency import liveness
+from shardwise.consistency import process_groups
 from shardwise.consistency.store import JobStore
 
 
@@ -119,8 +119,8 @@ def test_a_store_is_waited_for_no_longer_than_the_job_waits_for_a_rank(stopped: 
 def test_nobody_is_known_to_be_gone_while_the_store_is_silent(
     stopped: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(liveness, "BRIEF_S", 0.2)
-    assert not liveness.is_gone(stopped, 0)
+    monkeypatch.setattr(process_groups, "BRIEF_S", 0.2)
+    assert not process_groups.is_gone(stopped, 0)
 
 
 def test_the_thread_of_a_store_ends_with_it() -> None:

@@ -36,7 +36,7 @@ from shardwise.consistency.failure_report import (
     look_next,
     publish_failure,
 )
-from shardwise.consistency.liveness import Liveness, host_id, is_gone
+from shardwise.consistency.process_groups import Liveness, host_id, is_gone
 from shardwise.consistency.store import MEMORY_PAUSES_S, comes_soon, default_store, wait_until
 from shardwise.errors import DesyncError, StateError, TransportError
 from shardwise.layout import align
