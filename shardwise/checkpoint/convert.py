@@ -7,7 +7,7 @@ import secrets
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 from shardwise import torch_private
 from shardwise.arguments import explains_arguments
 from shardwise.checkpoint import files as lock
-from shardwise.checkpoint.contents import Request, check_plain, encode, unlike_leaves
+from shardwise.checkpoint.contents import Request, check_plain, encode
 from shardwise.checkpoint.dcp import NAME, TorchDcpReader
 from shardwise.checkpoint.files import Files, clean, list_checkpoints, read_manifest, read_requests
 from shardwise.checkpoint.format import (
@@ -106,15 +106,6 @@ class TensorDifference:
     largest: float
 
 
-@dataclass(frozen=True, slots=True)
-class ValueDifference:
-    """A value that differs; None if it is missing."""
-
-    name: str
-    first: object | None
-    second: object | None
-
-
 def compare_tensors(first: CheckpointSource, second: CheckpointSource) -> Iterator[TensorDifference]:
     """Compare the tensors that both have, in the order of their names.
 
@@ -133,11 +124,6 @@ def compare_tensors(first: CheckpointSource, second: CheckpointSource) -> Iterat
             found = _measured(found, left, right)
         if found.num_different or mine != theirs:
             yield found
-
-
-def compare_values(first: Manifest, second: Manifest) -> list[ValueDifference]:
-    """Return the values that differ, each by its path."""
-    return [ValueDifference(name, *each) for name, each in unlike_leaves(first.values, second.values).items()]
 
 
 def _measured(found: TensorDifference, mine: torch.Tensor, theirs: torch.Tensor) -> TensorDifference:
@@ -205,14 +191,11 @@ def _write_file(source: CheckpointSource, path: Path, names: Mapping[str, str]) 
     records = {name: source.manifest.tensors[full] for name, full in names.items()}
     writes = [Write(name, each.dtype, each.shape, whole(each.shape), 0) for name, each in records.items()]
     header, _ = make_header(writes, {"format": "pt"})
-    file = Files().create(path)
-    try:
+    with closing(Files().create(path)) as file:
         file.write(header)
         for full in names.values():
             file.write(bytes_of(source.read(full)))
         file.sync()
-    finally:
-        file.close()
 
 
 # ---- Conversion of DCP folders.

@@ -13,12 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from shardwise.checkpoint.contents import unlike_leaves
 from shardwise.checkpoint.convert import (
     CheckpointSource,
     TensorDifference,
-    ValueDifference,
     compare_tensors,
-    compare_values,
     convert,
     export_model,
 )
@@ -94,7 +93,9 @@ def table_of_verified(results: Sequence[tuple[Path, Manifest | str, int]]) -> Ta
 
 
 def table_of_differences(
-    tensors: Sequence[TensorDifference], values: Sequence[ValueDifference], alone: Sequence[tuple[Path, Sequence[str]]]
+    tensors: Sequence[TensorDifference],
+    values: Mapping[str, tuple[object, object]],
+    alone: Sequence[tuple[Path, Sequence[str]]],
 ) -> list[Table]:
     """Return the differences: tensors, values, and names that only one of the two checkpoints (``alone``) has."""
     found: list[Table] = []
@@ -112,8 +113,8 @@ def table_of_differences(
         found.append(table)
     if values:
         table = _table("values", "name", "first", "second")
-        for value in values:
-            table.add_row(*map(escape, (value.name, _short(value.first), _short(value.second))))
+        for name, pair in values.items():
+            table.add_row(*map(escape, (name, *map(_short, pair))))
         found.append(table)
     for path, names in alone:
         if names:
@@ -220,7 +221,7 @@ def _diff(console: Console, first: Path, second: Path) -> int:
     mine, theirs = CheckpointSource.open(first), CheckpointSource.open(second)
     left, right = mine.names, theirs.names
     differences = list(compare_tensors(mine, theirs))
-    values = compare_values(mine.manifest, theirs.manifest)
+    values = unlike_leaves(mine.manifest.values, theirs.manifest.values)
     if not (differences or values or left ^ right):
         console.print(f"{first} and {second} hold the same {len(left)} tensors, to the bit, and the same values")
         return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import io
+from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -554,10 +555,8 @@ def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup | Non
 
 
 def _alternate(calls: Sequence[Broadcast]) -> tuple[Broadcast, ...]:
-    turns: dict[int, int] = {}
-    keyed: list[tuple[int, int, Broadcast]] = []
+    turns, keyed = Counter[int](), list[tuple[int, int, Broadcast]]()
     for call in calls:
-        turn = turns.get(call.owner, 0)
-        turns[call.owner] = turn + 1
-        keyed.append((turn, call.owner, call))
+        keyed.append((turns[call.owner], call.owner, call))
+        turns[call.owner] += 1
     return tuple(call for _, _, call in sorted(keyed, key=lambda item: item[:2]))

@@ -50,6 +50,7 @@ from shardwise.optim.state_dict import (
     HeldState,
     NamedGroup,
     OwnGroup,
+    Probe,
     StateForm,
     copy_options,
     full_value,
@@ -58,8 +59,6 @@ from shardwise.optim.state_dict import (
     refuse_other_state,
     step_in_sync,
     synced_options,
-    takes_sums,
-    why_not_cut,
     why_other_class,
     wrap,
 )
@@ -140,12 +139,13 @@ def make_backend(
     Raises: ConfigError if none would be right.
     """
     is_plain = not any(map(_is_sharded_kind, (slices for params, _ in groups for slices in params)))
-    has_sums, device = False, local_of(groups[0][0][0][0]).device
+    has_sums = False
     try:
         rule = update_rule(optimizer_class, declared)
         if rule == "elementwise" and not is_known(optimizer_class):
-            _check_cut(make, optimizer_class, groups[0][1], device)
-            has_sums = takes_sums(make, groups[0][1], device)
+            probe = Probe(make, groups[0][1], local_of(groups[0][0][0][0]).device)
+            _check_cut(probe, optimizer_class.__name__)
+            has_sums = probe.takes_sums()
     except ConfigError:
         if not is_plain or reason_for_refusal(optimizer_class) is not None:
             raise
@@ -161,15 +161,12 @@ def _is_sharded_kind(slices: Sequence[ParamSlice]) -> bool:
     return isinstance(slices[0].param, DTensor) or is_sharded_tensor(slices[0].param)
 
 
-def _check_cut(
-    make: MakeOptimizer, optimizer_class: type[Optimizer], options: Mapping[str, Any], device: torch.device
-) -> None:
-    name = optimizer_class.__name__
+def _check_cut(probe: Probe, name: str) -> None:
     advice = (
         "update='whole_matrix' gathers each parameter to one rank for the step, which is right for any such optimizer"
     )
     try:
-        reason = why_not_cut(make, options, device)
+        reason = probe.why_not_cut()
     except Exception as error:
         raise ConfigError(
             f"{name} is declared 'elementwise' but cannot step on parts of tensors ({error}); {advice}"

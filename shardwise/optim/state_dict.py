@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal, NoReturn, cast, get_args
 
@@ -336,7 +337,6 @@ class SumsOverRanks:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], add_up: AddUp) -> None:
-        self.num_sums = 0
         self._add_up = add_up
         self._per_element: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in tensors:
@@ -361,7 +361,6 @@ class SumsOverRanks:
                 "pass update='whole_matrix' if it updates every parameter separately"
             )
         for number in numbers:
-            self.num_sums += 1
             if name in _NORMS:
                 number.copy_(self._add_up(number**power) ** (1 / power))
             else:
@@ -399,85 +398,96 @@ _SHAPES = ((6, 8), (256, 256))
 _SCALES = (1.0, 1e-3)
 
 
-def why_not_cut(make: MakeOptimizer, options: Mapping[str, Any], device: torch.device) -> str | None:
-    """Return why the optimizer must not get parts of tensors; None if no reason is found.
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """An optimizer, with the ``options`` of a param group, that is tried out on tensors of its own on ``device``.
 
-    ``options``: of the param group to probe.  Cost: four steps on 65,536 elements; four more if it takes sums. Raises:
-    what the optimizer raises.
+    What the optimizer raises is raised here.
     """
-    kinds: list[object] = []
-    for shape, scale in zip(_SHAPES, _SCALES, strict=True):
-        noise = torch.Generator("cpu").manual_seed(0)
-        start, *gradients = (scale * torch.randn(shape, generator=noise, device="cpu") for _ in range(3))
-        numel = start.numel()
-        sizes = [numel * 20 // 48 // 2 * 2, numel - numel * 20 // 48 // 2 * 2]
-        whole, states = _stepped(make, options, device, [start], [[gradient] for gradient in gradients])
-        for state in states:
-            reason = why_not_elementwise(state, start.shape)
-            if reason is not None:
-                return reason
-        kinds.append([{k: (type(v), getattr(v, "dtype", None)) for k, v in state.items()} for state in states])
-        if kinds[0] != kinds[-1]:  # a shard may be on the other side of the limit than the whole
-            return "keeps the state of large tensors in another form than that of small ones"
-        cut = [list(gradient.flatten().split(sizes)) for gradient in gradients]
-        parts, _ = _stepped(make, options, device, list(start.flatten().split(sizes)), cut)
-        change = whole[0].cpu().flatten() - start.flatten()
-        error = (whole[0].cpu().flatten() - torch.cat([part.cpu() for part in parts])).abs().max()
-        if not error <= 1e-4 * change.abs().max() + 1e-6 * scale:
-            return "updates a tensor that is cut in two in another way than the whole"
-        if takes_sums(make, options, device):
-            halves = _stepped_by_halves(make, options, device, start, gradients, sizes)
-            error = (whole[0].cpu().flatten() - torch.cat([part.cpu() for part in halves])).abs().max()
-            if not error <= 1e-4 * change.abs().max() + 1e-6 * scale:
+
+    make: MakeOptimizer
+    options: Mapping[str, Any]
+    device: torch.device
+
+    def why_not_cut(self) -> str | None:
+        """Return why the optimizer must not get parts of tensors; None if no reason is found.
+
+        Cost: four steps on 65,536 elements; four more if it takes sums.
+        """
+        kinds: list[object] = []
+        for shape, scale in zip(_SHAPES, _SCALES, strict=True):
+            noise = torch.Generator("cpu").manual_seed(0)
+            start, *gradients = (scale * torch.randn(shape, generator=noise, device="cpu") for _ in range(3))
+            sizes = [start.numel() * 20 // 48 // 2 * 2, start.numel() - start.numel() * 20 // 48 // 2 * 2]
+            (whole,), states = self._stepped([start], [[gradient] for gradient in gradients])
+            for state in states:
+                reason = why_not_elementwise(state, start.shape)
+                if reason is not None:
+                    return reason
+            kinds.append([{k: (type(v), getattr(v, "dtype", None)) for k, v in state.items()} for state in states])
+            if kinds[0] != kinds[-1]:  # a shard may be on the other side of the limit than the whole
+                return "keeps the state of large tensors in another form than that of small ones"
+            most = 1e-4 * (whole.cpu() - start).abs().max() + 1e-6 * scale
+            cut = [list(gradient.flatten().split(sizes)) for gradient in gradients]
+            parts, _ = self._stepped(list(start.flatten().split(sizes)), cut)
+            if not _largest_gap(whole, parts) <= most:
+                return "updates a tensor that is cut in two in another way than the whole"
+            if self.takes_sums() and not _largest_gap(whole, self._stepped_by_halves(start, gradients, sizes)) <= most:
                 return "takes sums over all elements of a tensor, and more than those"
-    return None
+        return None
+
+    def takes_sums(self) -> bool:
+        """Return True if steps sum over elements; over shards, that would be one rank's sum.  Cost: two small steps.
+
+        Raises: ConfigError for a number that does not follow from those of shards.
+        """
+        ones = torch.ones(_SHAPES[0], device="cpu")
+        return bool(self._sums_in(ones, [ones, ones]))
+
+    def why_not_alone(self) -> str | None:
+        """Return :meth:`why_not_cut`, or that the optimizer takes sums, which an optimizer with some of the slices cannot."""
+        has_sums = "sums over all elements of all parameters"
+        return self.why_not_cut() or (has_sums if self.takes_sums() else None)
+
+    def _sums_in(self, start: torch.Tensor, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        sums: list[torch.Tensor] = []
+
+        def note(number: torch.Tensor) -> torch.Tensor:
+            sums.append(number.clone())
+            return number
+
+        self._stepped([start], [[gradient] for gradient in gradients], note)
+        return sums
+
+    def _stepped_by_halves(
+        self, start: torch.Tensor, gradients: Sequence[torch.Tensor], sizes: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Return two parts of ``start``, each stepped by an optimizer of its own that gets the sums of the whole."""
+        sums, halves = self._sums_in(start, gradients), list[torch.Tensor]()
+        for number, part in enumerate(start.flatten().split(sizes)):
+            rows = [[gradient.flatten().split(sizes)[number]] for gradient in gradients]
+            of_whole = iter(sums)
+            halves += self._stepped([part], rows, lambda _, left=of_whole: next(left))[0]
+        return halves
+
+    def _stepped(
+        self, start: Sequence[torch.Tensor], gradients: Sequence[Sequence[torch.Tensor]], add_up: AddUp | None = None
+    ) -> tuple[list[torch.Tensor], list[Mapping[str, Any]]]:
+        tensors = [tensor.to(self.device, copy=True) for tensor in start]
+        optimizer = _made(self.make, [{**self.options, "params": tensors}])
+        for row in gradients:
+            for tensor, gradient in zip(tensors, row, strict=True):
+                tensor.grad = gradient.to(self.device, copy=True)
+            watch = nullcontext()
+            if add_up is not None:
+                watch = torch_private.watching(SumsOverRanks(per_element_of(optimizer), add_up).after)
+            with watch:
+                optimizer.step()
+        return tensors, [optimizer.state.get(tensor, {}) for tensor in tensors]
 
 
-def _stepped_by_halves(
-    make: MakeOptimizer,
-    options: Mapping[str, Any],
-    device: torch.device,
-    start: torch.Tensor,
-    gradients: Sequence[torch.Tensor],
-    sizes: Sequence[int],
-) -> list[torch.Tensor]:
-    """Return two parts of ``start``, each stepped by an optimizer of its own that gets the sums of the whole."""
-    sums: list[torch.Tensor] = []
-
-    def note(number: torch.Tensor) -> torch.Tensor:
-        sums.append(number.clone())
-        return number
-
-    _stepped(make, options, device, [start], [[gradient] for gradient in gradients], note)
-    halves: list[torch.Tensor] = []
-    for number, part in enumerate(start.flatten().split(sizes)):
-        rows = [[gradient.flatten().split(sizes)[number]] for gradient in gradients]
-        of_whole = iter(sums)
-        halves += _stepped(make, options, device, [part], rows, lambda _, left=of_whole: next(left))[0]
-    return halves
-
-
-def takes_sums(make: MakeOptimizer, options: Mapping[str, Any], device: torch.device) -> bool:
-    """Return True if steps sum over elements; over shards, that would be one rank's sum.  Cost: two small steps.
-
-    Raises: what the optimizer raises; ConfigError for a number that does not follow from those of shards.
-    """
-    tensor = torch.ones(_SHAPES[0], device=device)
-    optimizer = _made(make, [{**options, "params": [tensor]}])
-    num_sums = 0
-    for _ in range(2):
-        tensor.grad = torch.ones_like(tensor)
-        sums = SumsOverRanks(per_element_of(optimizer), lambda number: number)
-        with torch_private.watching(sums.after):
-            optimizer.step()
-        num_sums += sums.num_sums
-    return num_sums > 0
-
-
-def why_not_alone(make: MakeOptimizer, options: Mapping[str, Any], device: torch.device) -> str | None:
-    """Return :func:`why_not_cut`, or that the optimizer takes sums, which an optimizer with some of the slices cannot."""
-    has_sums = "sums over all elements of all parameters"
-    return why_not_cut(make, options, device) or (has_sums if takes_sums(make, options, device) else None)
+def _largest_gap(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return (whole.cpu().flatten() - torch.cat([part.cpu() for part in parts])).abs().max()
 
 
 def states_after_zeros(make: MakeOptimizer, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -516,25 +526,6 @@ def why_not_elementwise(state: Mapping[str, Any], shape: torch.Size) -> str | No
         if value.shape != shape:
             return f"keeps state {key!r} of shape {tuple(value.shape)} for a tensor of shape {tuple(shape)}"
     return None
-
-
-def _stepped(
-    make: MakeOptimizer,
-    options: Mapping[str, Any],
-    device: torch.device,
-    start: Sequence[torch.Tensor],
-    gradients: Sequence[Sequence[torch.Tensor]],
-    add_up: AddUp | None = None,
-) -> tuple[list[torch.Tensor], list[Mapping[str, Any]]]:
-    tensors = [tensor.to(device, copy=True) for tensor in start]
-    optimizer = _made(make, [{**options, "params": tensors}])
-    for row in gradients:
-        for tensor, gradient in zip(tensors, row, strict=True):
-            tensor.grad = gradient.to(device, copy=True)
-        sums = None if add_up is None else SumsOverRanks(per_element_of(optimizer), add_up)
-        with nullcontext() if sums is None else torch_private.watching(sums.after):
-            optimizer.step()
-    return tensors, [optimizer.state.get(tensor, {}) for tensor in tensors]
 
 
 # ---- Find out, before a load changes anything, that saved state is that of another optimizer class.

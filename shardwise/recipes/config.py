@@ -263,11 +263,6 @@ def check_ranks(config: TrainConfig, num_ranks: int) -> None:
         )
 
 
-def config_to_json(config: TrainConfig) -> dict[str, object]:
-    """Return plain values that ``config_from_json`` reads back."""
-    return dataclasses.asdict(config)
-
-
 def config_to_toml(config: TrainConfig, num_ranks: int, device_type: str) -> str:
     """Return the options of ``shardwise train`` that repeat a run; paths are absolute, and default flags are omitted."""
     values = dataclasses.asdict(config)

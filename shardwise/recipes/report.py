@@ -52,12 +52,12 @@ class PlainConsole(Console):
 
 
 class ProgressDisplay:
-    """Shows steps on rank 0's standard output; use as a context manager so that the cursor comes back."""
+    """Shows steps on rank 0's standard output; ``bar`` is a context manager, after which the cursor is back."""
 
     def __init__(self, steps: int, done: int, *, is_shown: bool) -> None:
         self.console = PlainConsole(quiet=not is_shown, highlight=False, soft_wrap=True)
         self._steps = steps
-        self._bar = Progress(
+        self.bar = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=12),
             TextColumn("{task.fields[figures]}"),
@@ -66,20 +66,11 @@ class ProgressDisplay:
             console=self.console,
             disable=not (is_shown and self.console.is_terminal),
         )
-        self._task = self._bar.add_task("train", total=steps, completed=done, figures="")
-
-    def __enter__(self) -> ProgressDisplay:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+        self._task = self.bar.add_task("train", total=steps, completed=done, figures="")
 
     def advance(self, step: int) -> None:
         """Move the bar."""
-        self._bar.update(self._task, completed=step)
+        self.bar.update(self._task, completed=step)
 
     def report(self, step: TrainedStep, speed: Mapping[str, float | None], eta_s: float) -> None:
         """Show the figures of a step: in the bar, or as one line where there is no terminal.
@@ -87,11 +78,11 @@ class ProgressDisplay:
         ``speed``: of :class:`StepMeter`; ``eta_s``: the time left.
         """
         figures = f"loss {step.loss:.4f}  {summary(speed)}"
-        if self._bar.disable:
+        if self.bar.disable:
             eta = f"{int(eta_s) // 60}m{int(eta_s) % 60:02d}s"
             self.console.print(f"step {step.step}/{self._steps}  {figures}  ETA {eta}")
         else:
-            self._bar.update(self._task, completed=step.step, figures=figures)
+            self.bar.update(self._task, completed=step.step, figures=figures)
 
     def say(self, text: str) -> None:
         """Print a line (above the bar on a terminal)."""

@@ -591,7 +591,8 @@ def _open_run_log(trainer: Trainer, stack: ExitStack) -> FileRunLog:
     lines = stack.enter_context(open_lines(run))
     place = stack.enter_context(opened_folder(run.folder, "tensorboard"))
     scalars = stack.enter_context(SummaryWriter(place, purge_step=run.start_step + 1 if run.done else 0))
-    display = stack.enter_context(ProgressDisplay(run.config.steps, run.start_step, is_shown=True))
+    display = ProgressDisplay(run.config.steps, run.start_step, is_shown=True)
+    stack.enter_context(display.bar)
     return FileRunLog(display, lines, scalars, run.facts.unit)
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -34,12 +34,12 @@ from shardwise.consistency.agreement import GroupAgreement
 from shardwise.errors import ArgumentTypeError, ConfigError, LayoutError, StateError
 from shardwise.optim.slices import MakeOptimizer, Members, Window, copied, is_sharded, is_sharded_tensor
 from shardwise.optim.state_dict import (
+    Probe,
     copy_options,
     load_indexed,
     options_of,
     states_after_zeros,
     step_in_sync,
-    why_not_alone,
     why_other_class,
 )
 
@@ -62,9 +62,9 @@ def checked_params(params: object) -> list[torch.Tensor] | list[dict[str, Any]]:
     found = list(params)
     if not found:
         raise ConfigError("ZeroRedundancyOptimizer got an empty parameter list")
-    if _all_tensors(found):
+    if all(isinstance(item, torch.Tensor) for item in found):
         return found
-    if _all_dicts(found):
+    if all(isinstance(item, dict) for item in found):
         for group in found:
             if "params" not in group:
                 raise ConfigError(
@@ -167,7 +167,7 @@ def check_partition(
     advice = f"{name} does not treat every element alone; use partition='whole'"
     try:
         device = flatten_groups(params)[0].device
-        reason = why_not_alone(lambda groups: optimizer_class(groups, **options), {}, device)
+        reason = Probe(lambda groups: optimizer_class(groups, **options), {}, device).why_not_alone()
     except Exception as error:
         raise ConfigError(f"partition='even' cannot be used: {advice} ({error})") from error
     if reason is not None:
@@ -202,20 +202,12 @@ def describe_params(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def _all_tensors(items: list[Any]) -> TypeGuard[list[torch.Tensor]]:
-    return all(isinstance(item, torch.Tensor) for item in items)
-
-
-def _all_dicts(items: list[Any]) -> TypeGuard[list[dict[str, Any]]]:
-    return all(isinstance(item, dict) for item in items)
-
-
 def _as_tensors(params: object) -> list[torch.Tensor]:
     if isinstance(params, torch.Tensor):
         return [params]
     if isinstance(params, Iterable) and not isinstance(params, set | frozenset):
         found = list(params)
-        if _all_tensors(found):
+        if all(isinstance(item, torch.Tensor) for item in found):
             return found
     raise ArgumentTypeError(
         f"'params' of a group should be a Tensor or an ordered iterable of them, but got {type(params)}"

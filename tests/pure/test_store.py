@@ -42,10 +42,6 @@ def test_a_store_that_is_gone_is_named(ask: Callable[[JobStore], Any]) -> None:
         ask(JobStore(cast(Any, Gone())))
 
 
-def test_what_cannot_be_forgotten_stays() -> None:
-    JobStore(cast(Any, Gone())).delete("key")
-
-
 def test_it_is_a_store() -> None:
     store = JobStore(dist.HashStore())
     store.set("key", "text")
@@ -53,8 +49,6 @@ def test_it_is_a_store() -> None:
     assert not store.check(["key", "other"])
     assert store.peek("key") == "text"
     assert store.add("number", 2) == 2
-    store.delete("key")
-    assert not store.check(["key"])
 
 
 # ---- a keeper that is stopped ----

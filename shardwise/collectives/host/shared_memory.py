@@ -13,6 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -525,20 +526,13 @@ class HostLink(Link):
         self.local_peers.close(self._wait_for_readers)
 
     def _wait_for_readers(self, what: str) -> None:
-        local_peers, start, last = (
-            self.local_peers,
-            self.local_peers.start,
-            self.local_peers.stamp(self._num_gathers - 1),
-        )
-        for place in local_peers.others if self._num_gathers else ():
-            # A rank with fewer all-gathers has left the pass, or will leave it.
-            local_peers.wait_for(
-                place,
-                lambda place=place: (
-                    local_peers.latest(place, _READ) >= last or local_peers.latest(place, CLOSED) >= start
-                ),
-                what,
-            )
+        peers, last = self.local_peers, self.local_peers.stamp(self._num_gathers - 1)
+
+        def has_read(place: int) -> bool:  # a rank with fewer all-gathers has left the pass, or will leave it
+            return peers.latest(place, _READ) >= last or peers.latest(place, CLOSED) >= peers.start
+
+        for place in peers.others if self._num_gathers else ():
+            peers.wait_for(place, partial(has_read, place), what)
 
     def abort(self) -> None:
         for gather in self.gathers:
