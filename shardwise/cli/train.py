@@ -82,7 +82,7 @@ from shardwise.recipes.run_folder import (
     tokenizer_of,
     with_overrides,
 )
-from shardwise.recipes.sharding import STRATEGIES, RunRanks, check_memory
+from shardwise.recipes.sharding import RunRanks, check_memory
 
 # ---- SIGTERM and Ctrl-C while a run trains: the first asks it to save and leave, the second ends it at once.
 
@@ -183,10 +183,9 @@ _KINDS: Mapping[type, Mapping[str, Any]] = {  # of options, by the type of their
 
 def _training_options() -> Iterator[Row]:
     """Yield the fields of TrainConfig."""
-    summaries = "; ".join(f"{name} = {strategy.summary}" for name, strategy in STRATEGIES.items())
     for each in fields(TrainConfig):
         if "text" in each.metadata:
-            text, value = each.metadata["text"] or summaries, each.default
+            text, value = each.metadata["text"], each.default
             more = SIZE if each.name == "min_unit_bytes" else each.metadata["more"]
             if "(default: " not in text:
                 text += f" (default: {'off' if value is False else format_size(value) if more is SIZE else value})"

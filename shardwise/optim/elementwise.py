@@ -290,13 +290,7 @@ class ElementwiseStep:
 
     is_elementwise = True
 
-    def __init__(
-        self,
-        make: MakeOptimizer,
-        groups: Sequence[tuple[Params, Mapping[str, Any]]],
-        is_flat: bool,
-        is_known: bool = True,
-    ) -> None:
+    def __init__(self, make: MakeOptimizer, groups: Groups, is_flat: bool, is_known: bool = True) -> None:
         self._make = make
         self._is_flat = is_flat
         self._is_known = is_known
@@ -549,7 +543,7 @@ class SummedStep(ElementwiseStep):
     Raises: ConfigError if the parameters are not all sharded over the same ranks.
     """
 
-    def __init__(self, make: MakeOptimizer, groups: Sequence[tuple[Params, Mapping[str, Any]]]) -> None:
+    def __init__(self, make: MakeOptimizer, groups: Groups) -> None:
         # No joins: a rank whose memory lies differently would have other runs, and so other sums.
         super().__init__(make, groups, is_flat=False, is_known=False)
         self._places = _places_of([params for params, _ in groups], type(self.optimizer).__name__)

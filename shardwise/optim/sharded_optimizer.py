@@ -28,11 +28,11 @@ from shardwise.fsdp.clip import Limit, Part, clip_parts, part_of, refuse_fixed_s
 from shardwise.observe import note
 from shardwise.optim.elementwise import ElementwiseStep, SummedStep, empty_states
 from shardwise.optim.slices import (
+    Groups,
     MakeOptimizer,
     Members,
     Offload,
     OptimizerBackend,
-    Params,
     ParamSlice,
     UpdateRule,
     call_hooks,
@@ -128,11 +128,7 @@ def _sketch_of(params: Mapping[str, torch.Tensor]) -> tuple[str, Sketch] | None:
 
 
 def make_backend(
-    make: MakeOptimizer,
-    optimizer_class: type[Optimizer],
-    groups: Sequence[tuple[Params, Mapping[str, Any]]],
-    declared: UpdateRule | None,
-    is_flat: bool,
+    make: MakeOptimizer, optimizer_class: type[Optimizer], groups: Groups, declared: UpdateRule | None, is_flat: bool
 ) -> OptimizerBackend:
     """Return the backend that runs ``optimizer_class`` over ``groups``.
 

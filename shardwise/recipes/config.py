@@ -56,13 +56,21 @@ def _option(default: Any, text: str, *, least: int | None = None, is_late: bool 
     return field(default=default, metadata=told)
 
 
+_SHARDED = (
+    "zero3 = fully_shard: parameters, gradients and optimizer state sharded over all ranks; hsdp = fully_shard within "
+    "--replicas groups of ranks, whole copies between them (HSDP); ddp = our engine with everything on every rank; zero2 = "
+    "ZeRO-2: gradients and optimizer state sharded, parameters gathered once per forward and backward; zero1 = ZeRO-1: DDP "
+    "with only the optimizer state sharded; none = plain DistributedDataParallel: everything on every rank, for comparison"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
     """Everything that decides what a run computes; saved as config.json.  ``batch`` counts sequences of all ranks."""
 
     model: ModelShape = field(default_factory=lambda: PRESETS["tiny"])
     # How a step is carried out, but not what it computes.
-    shard: str = _option("zero3", "", is_late=True, choices=SHARDS)  # whose help is that of its strategies
+    shard: str = _option("zero3", _SHARDED, is_late=True, choices=SHARDS)
     offload: bool = _option(False, "keep shards, gradients and optimizer state in host memory", is_late=True)
     recompute: bool = _option(
         False, "keep of blocks only inputs for backward, and compute them again there", is_late=True
