@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import ActivationPolicy, apply_activations, shard_model, torch_private
-from shardwise.collectives.host import local_peers
+from shardwise.collectives.shared_memory import local_peers
 from shardwise.containers import tensors_in
 from shardwise.planner.advice import step_under
 from shardwise.planner.hardware import HARDWARE, ONE_UNIT, SHARED, Profile, Setting, TensorSplit, dry_run

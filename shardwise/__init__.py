@@ -4,8 +4,8 @@ from shardwise.checkpoint.convert import full_state_dict, full_tensors
 from shardwise.checks.optimizers import register as _watch_optimizers
 from shardwise.checks.root import register as _register_checks
 from shardwise.collectives.compressed import CompressionPolicy
-from shardwise.collectives.host import register_transports as _register_transports
 from shardwise.collectives.routes import set_default_transport
+from shardwise.collectives.shared_memory import register_transports as _register_transports
 from shardwise.consistency.failure_report import set_wait_report
 from shardwise.consistency.process_groups import set_host_timeout
 from shardwise.consistency.recorder import record

@@ -35,7 +35,7 @@ from shardwise.cli import (
 from shardwise.cli.local_ranks import add_prove_arguments, add_run_arguments, run_prove, run_run
 from shardwise.cli.plan import add_plan_arguments, run_plan
 from shardwise.cli.train import add_train_arguments, read_train_request, run_train, with_config_file
-from shardwise.collectives.host.local_peers import HEADER_BYTES, Segment, can_share_memory
+from shardwise.collectives.local_peers import HEADER_BYTES, Segment, can_share_memory
 from shardwise.consistency.recorder import diagnose, find_records, in_words, last_job
 from shardwise.errors import ShardwiseError, did_you_mean
 from shardwise.formatting import drop_output, format_bytes, plain

@@ -102,10 +102,9 @@ _default: list[Transport] = ["auto"]  # one entry, set by set_default_transport 
 
 def check_transport(transport: str, name: str = "transport") -> Transport:
     """Return ``transport``.  Raises: ConfigError that names the argument ``name`` if there is no such transport."""
-    for known in TRANSPORTS:
-        if transport == known:
-            return known
-    raise ConfigError(f"{name} is {transport!r}; expected one of {', '.join(map(repr, TRANSPORTS))}")
+    if transport not in TRANSPORTS:
+        raise ConfigError(f"{name} is {transport!r}; expected one of {', '.join(map(repr, TRANSPORTS))}")
+    return cast(Transport, transport)
 
 
 def set_default_transport(transport: Transport) -> None:
@@ -272,7 +271,7 @@ class LinkProvider:
     make: Callable[[dist.ProcessGroup, LinkUsers, Transport, BufferPool, float], LinkSource]
 
 
-link_providers: list[LinkProvider] = []  # filled when shardwise is imported (collectives/host/__init__.py)
+link_providers: list[LinkProvider] = []  # filled when shardwise is imported (collectives/shared_memory.py)
 
 
 def provider_of(group: dist.ProcessGroup, devices: Collection[torch.device]) -> LinkProvider | None:

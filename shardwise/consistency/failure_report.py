@@ -250,7 +250,7 @@ _MOST_REQUESTED = 64
 _STAY_S = 6.0  # seconds for the others to end, too
 _LINGER_S = 2.0  # seconds for those that have reported their failure and live on
 
-exit_hooks: list[Callable[[], None]] = []  # called when this process exits after an error; modules append their hooks
+exit_hooks: list[Callable[[], object]] = []  # called when this process exits after an error; modules append their hooks
 # Of this process: the store of its job, and whether an error has ended the program (with the process it was in).
 _stores: dict[int, dist.Store] = {}
 _is_leaving: list[int] = []

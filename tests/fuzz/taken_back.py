@@ -15,7 +15,7 @@ from shardwise import torch_private
 from shardwise.checkpoint.state import BufferCheck
 from shardwise.checks import model as unwritten
 from shardwise.checks import root
-from shardwise.collectives.host.local_peers import take_shareable
+from shardwise.collectives.local_peers import take_shareable
 from shardwise.fsdp import build
 from shardwise.fsdp import build as copying
 from shardwise.fsdp import module as api_module

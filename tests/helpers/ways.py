@@ -15,8 +15,7 @@ from helpers.fake_communicator import FakeCommunicator
 from helpers.inside import parts_from
 from shardwise.collectives.buffer_pool import BufferPool
 from shardwise.collectives.c10d import GroupCommunicator, all_gather_single, reduce_scatter_single
-from shardwise.collectives.host import ExchangeLink
-from shardwise.collectives.host.local_peers import (
+from shardwise.collectives.local_peers import (
     HEADER_BYTES,
     ArenaPlace,
     HostGroup,
@@ -25,8 +24,8 @@ from shardwise.collectives.host.local_peers import (
     collect_from,
     meet,
 )
-from shardwise.collectives.host.shared_memory import HostLink, outbox_bytes, sums_bytes
 from shardwise.collectives.routes import Link, PassTracker
+from shardwise.collectives.shared_memory import ExchangeLink, HostLink, outbox_bytes, sums_bytes
 from shardwise.collectives.streams import SideStream, device_of
 
 SLOT_BYTES = 4096

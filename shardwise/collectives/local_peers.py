@@ -592,9 +592,4 @@ class LocalPeers:
         return TransportError(f"{gone_in_words(store, [name])}; {where}. {look_next()}")
 
 
-def _abort_all() -> None:
-    for local_peers in list(_live):
-        local_peers.abort()
-
-
-exit_hooks.append(_abort_all)
+exit_hooks.append(lambda: [local_peers.abort() for local_peers in list(_live)])
