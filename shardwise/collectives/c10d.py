@@ -14,21 +14,24 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer
-from shardwise.collectives.protocol import (
+from shardwise.collectives.routes import (
     Arithmetic,
+    ByBackend,
     CustomCollective,
     CustomCollectives,
     GatherEnds,
     Handle,
+    LeftOut,
+    Link,
     OnceHandle,
+    PassTracker,
     Scale,
     ScatterEnds,
     SumContents,
+    collectives_are_watched,
     resolve_scale,
 )
-from shardwise.collectives.routes import ByBackend, LeftOut, Link, PassTracker, collectives_are_watched
-from shardwise.collectives.streams import SideStream
+from shardwise.collectives.streams import BufferPool, PooledBuffer, SideStream
 from shardwise.consistency.failure_report import name_partners
 from shardwise.consistency.process_groups import FIRST, await_collective, outlast
 from shardwise.observe import EVERYBODY, listeners, note, now, remember, ring, tell, thread

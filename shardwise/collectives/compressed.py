@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from shardwise import torch_private
 from shardwise.arguments import explains_fields
-from shardwise.collectives.buffer_pool import BufferPool
 from shardwise.collectives.c10d import (
     GroupCommunicator,
     HostWork,
@@ -27,19 +26,21 @@ from shardwise.collectives.c10d import (
     all_gather_single,
     all_to_all_rows,
 )
-from shardwise.collectives.protocol import (
+from shardwise.collectives.routes import (
     BucketEnds,
     CustomCollectives,
     GatherEnds,
     Handle,
+    LeftOut,
     NamedTensor,
+    PassTracker,
     Scale,
     ScatterEnds,
     SectionContents,
     SumContents,
+    section_parts,
 )
-from shardwise.collectives.routes import LeftOut, PassTracker, section_parts
-from shardwise.collectives.streams import SideStream
+from shardwise.collectives.streams import BufferPool, SideStream
 from shardwise.consistency.process_groups import await_collective
 from shardwise.errors import ConfigError
 from shardwise.layout import Bucket, align

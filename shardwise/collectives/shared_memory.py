@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import BufferPool
 from shardwise.collectives.c10d import HostWork, all_to_all_rows
 from shardwise.collectives.local_peers import (
     CLOSED,
@@ -42,23 +41,20 @@ from shardwise.collectives.local_peers import (
     meet,
     take_shareable,
 )
-from shardwise.collectives.protocol import (
+from shardwise.collectives.routes import (
     BucketEnds,
+    ByBackend,
     GatherEnds,
     Handle,
-    OnceHandle,
-    Scale,
-    ScatterEnds,
-    SumContents,
-    sums_something_else,
-)
-from shardwise.collectives.routes import (
-    ByBackend,
     Link,
     LinkedBucket,
     LinkProvider,
     LinkUsers,
+    OnceHandle,
     PassKind,
+    Scale,
+    ScatterEnds,
+    SumContents,
     Transport,
     add_up,
     can_sum_in_parts,
@@ -66,7 +62,9 @@ from shardwise.collectives.routes import (
     pack_parts,
     section_parts,
     sum_sections,
+    sums_something_else,
 )
+from shardwise.collectives.streams import BufferPool
 from shardwise.consistency.agreement import StoreExchange
 from shardwise.errors import TransportError
 from shardwise.layout import Bucket, align

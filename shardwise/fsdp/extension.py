@@ -17,10 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import BufferPool
 from shardwise.collectives.c10d import GroupCommunicator
-from shardwise.collectives.protocol import BucketEnds, GatherEnds, Handle
-from shardwise.collectives.streams import device_of
+from shardwise.collectives.routes import BucketEnds, GatherEnds, Handle
+from shardwise.collectives.streams import BufferPool, device_of
 from shardwise.consistency.process_groups import mesh_of_one
 from shardwise.errors import LayoutError
 from shardwise.fsdp.full_buffer import FullBuffer

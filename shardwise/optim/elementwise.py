@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import are_neighbours, join_from, suballocate
 from shardwise.collectives.owned import sum_of
+from shardwise.collectives.streams import are_neighbours, join_from, suballocate
 from shardwise.errors import ConfigError, StateError
 from shardwise.optim.slices import (
     Closure,

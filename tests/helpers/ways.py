@@ -13,7 +13,6 @@ import torch.distributed as dist
 from helpers.ends import Ends, Shapes
 from helpers.fake_communicator import FakeCommunicator
 from helpers.inside import parts_from
-from shardwise.collectives.buffer_pool import BufferPool
 from shardwise.collectives.c10d import GroupCommunicator, all_gather_single, reduce_scatter_single
 from shardwise.collectives.local_peers import (
     HEADER_BYTES,
@@ -26,7 +25,7 @@ from shardwise.collectives.local_peers import (
 )
 from shardwise.collectives.routes import Link, PassTracker
 from shardwise.collectives.shared_memory import ExchangeLink, HostLink, outbox_bytes, sums_bytes
-from shardwise.collectives.streams import SideStream, device_of
+from shardwise.collectives.streams import BufferPool, SideStream, device_of
 
 SLOT_BYTES = 4096
 SUM_SLOT_BYTES = 1024

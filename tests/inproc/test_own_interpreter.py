@@ -12,7 +12,7 @@ import pytest
 
 HEAP = """
 import ctypes, os, sys, torch
-from shardwise.collectives.buffer_pool import BufferPool, keep_heap
+from shardwise.collectives.streams import BufferPool, keep_heap
 
 libc = ctypes.CDLL(None)
 libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
