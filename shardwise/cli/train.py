@@ -185,7 +185,7 @@ def _training_options() -> Iterator[Row]:
     """Yield the fields of TrainConfig."""
     for each in fields(TrainConfig):
         if "text" in each.metadata:
-            text, value = each.metadata["text"], each.default
+            text, value = each.metadata["text"], cast(Any, each.default)
             more = SIZE if each.name == "min_unit_bytes" else each.metadata["more"]
             if "(default: " not in text:
                 text += f" (default: {'off' if value is False else format_size(value) if more is SIZE else value})"

@@ -436,8 +436,7 @@ class GroupCommunicator:
             if by.after is not None:
                 summed.div_(by.after)
             if checksum is not None:
-                divisor = float(self.size) if scale.divisor is None else scale.divisor
-                checksum.check(1.0 / divisor, dist.get_process_group_ranks(self.group), dist.get_rank())
+                checksum.check(1.0 / scale.over(self.size), dist.get_process_group_ranks(self.group), dist.get_rank())
 
         return HostWork(work, end, summed, None, self.group)
 

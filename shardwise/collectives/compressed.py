@@ -636,11 +636,8 @@ class CompressedCommunicator(GroupCommunicator):
     def _deliver_sum(self, ends: ScatterEnds, section: CodedSection, received: torch.Tensor, scale: Scale) -> None:
         total = section.sum_of(received).view(-1)
         target = ends.target()
-        target.copy_(total.div_(self._divisor(scale)))
+        target.copy_(total.div_(scale.over(self.size)))
         ends.deliver(target)
-
-    def _divisor(self, scale: Scale) -> float:
-        return float(self.size) if scale.divisor is None else scale.divisor
 
     def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Handle:
         """All-reduce in place: each rank sums one coded part, codes the sum again, and sends it to all."""
@@ -690,7 +687,7 @@ class CompressedCommunicator(GroupCommunicator):
         self._compression.store_residuals(whole, section, params)
         self._complete(all_gather_single(received.view(-1), result.view(-1), self.group, is_async))
         code.decode_run(received[:, :coded_bytes], numel, 0, rows)
-        section.put_coded(whole.div_(self._divisor(scale)), tensor.view(1, -1))
+        section.put_coded(whole.div_(scale.over(self.size)), tensor.view(1, -1))
         for _, buffer in taken:
             buffer.release()
 

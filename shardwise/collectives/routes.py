@@ -308,6 +308,10 @@ class Scale:
     split: bool = False
     add: Callable[[Sequence[torch.Tensor], torch.Tensor], None] | None = None
 
+    def over(self, size: int) -> float:
+        """Return what the sum over ``size`` ranks is divided by."""
+        return float(size) if self.divisor is None else self.divisor
+
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
@@ -320,7 +324,7 @@ class Arithmetic:
 
 def resolve_scale(scale: Scale, size: int) -> Arithmetic:
     """Return the arithmetic of ``scale`` for a group of ``size`` ranks."""
-    divisor = float(size) if scale.divisor is None else scale.divisor
+    divisor = scale.over(size)
     if scale.split:
         before = 1.0
         while divisor % before == 0 and divisor / before > before:
@@ -369,7 +373,7 @@ def sum_sections(layout: Bucket, sections: Sequence[torch.Tensor], scale: Scale,
     if scale.add is not None:
         scale.add(sections, out)
         return
-    divisor = float(len(sections)) if scale.divisor is None else scale.divisor
+    divisor = scale.over(len(sections))
     # Sum and divide tensor by tensor, so that the division finds the sum in the cache.
     for start, numel in _extents(layout, rank):
         target = out.narrow(0, start, numel)
@@ -412,7 +416,7 @@ def check_transport(transport: str, name: str = "transport") -> Transport:
     """Return ``transport``.  Raises: ConfigError that names the argument ``name`` if there is no such transport."""
     if transport not in TRANSPORTS:
         raise ConfigError(f"{name} is {transport!r}; expected one of {', '.join(map(repr, TRANSPORTS))}")
-    return cast(Transport, transport)
+    return transport
 
 
 def set_default_transport(transport: Transport) -> None:

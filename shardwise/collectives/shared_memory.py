@@ -131,7 +131,7 @@ class Sums:
 
         Raises: TransportError if a rank is gone, or if an earlier sum whose slots are needed differs between ranks.
         """
-        flat, divisor = tensor.view(-1), float(self._num_ranks) if scale.divisor is None else scale.divisor
+        flat, divisor = tensor.view(-1), scale.over(self._num_ranks)
         summed = _Sum(self, divisor, contents, by_backend, _sum_digest(flat, divisor, contents))
         most = self._slot_bytes // flat.element_size()
         for number, start in enumerate(range(0, flat.numel(), most)):

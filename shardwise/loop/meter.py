@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
@@ -359,22 +360,22 @@ class StepMeter:
             )
         of = {name: [each[place] for each in rows] for place, name in enumerate(_OWN)}
         steps = [max(each, 1.0) for each in of["steps"]]
-        step_s = _mean([total / count for total, count in zip(of["step"], steps, strict=True)])
-        data_s = _mean([total / count for total, count in zip(of["data"], steps, strict=True)])
+        step_s = fmean([total / count for total, count in zip(of["step"], steps, strict=True)])
+        data_s = fmean([total / count for total, count in zip(of["data"], steps, strict=True)])
         whole_s = step_s + data_s
         peak = self._peak_flops
         found: dict[str, float] = {
             "step_s": step_s,
             "data_s": data_s,
             "tokens_per_s": sum(of["tokens"]) / whole_s if whole_s and self._tokens else math.nan,
-            "mfu": _mean(of["flops"]) / whole_s / peak if whole_s and peak else math.nan,
+            "mfu": fmean(of["flops"]) / whole_s / peak if whole_s and peak else math.nan,
             "exposed_wait_s": max(of["waits"]),
             "memory_bytes": max(of["memory"]),
             "peak_memory_bytes": max(of["peak"]),
         }
         known: dict[str, float | None] = {name: None if math.isnan(value) else value for name, value in found.items()}
         for place, name in enumerate(names, len(_OWN) + 1):
-            known[name] = _mean([each[place] for each in rows])
+            known[name] = fmean([each[place] for each in rows])
         return known
 
     def _begin_pass(self, inputs: Any = ()) -> None:
@@ -478,7 +479,3 @@ def _all(row: Sequence[float], device: torch.device) -> list[list[float]]:
     mine = torch.tensor(row, dtype=torch.float64, device=on)
     ranks = range(dist.get_world_size())
     return naming_lost_peers(lambda: gather_rows(mine), "figures cannot be averaged", ranks, dist.get_rank())
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

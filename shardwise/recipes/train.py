@@ -33,6 +33,7 @@ from shardwise import (
     trace,
 )
 from shardwise.checkpoint import finish
+from shardwise.checkpoint import save as save_state
 from shardwise.consistency.recorder import BLACK_BOX
 from shardwise.elastic.run import ElasticRun
 from shardwise.errors import ConfigError, ShardwiseError
@@ -55,6 +56,7 @@ from shardwise.recipes.report import (
     open_lines,
 )
 from shardwise.recipes.run_folder import (
+    PROGRESS,
     Restart,
     RunProgress,
     Start,
@@ -68,7 +70,6 @@ from shardwise.recipes.run_folder import (
     prepare_run,
     run_from_json,
     run_to_json,
-    start_saving,
     write_config,
 )
 from shardwise.recipes.sharding import (
@@ -140,7 +141,7 @@ class Trainer:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class TrainingEnd:
     """How training has ended: after the last step, or saved after ``step`` steps because of a ``signal``.
 
     ``held``: by every rank.
@@ -256,7 +257,7 @@ class _Figures:
 
 def train_steps(
     trainer: Trainer, run_log: RunLog, asked: Asked, watch: StepWatch | None = None
-) -> Iterator[Ended | None]:
+) -> Iterator[TrainingEnd | None]:
     """Train to the last step, or until a rank is asked to stop, with validation, checkpoints and figures at intervals.
 
     Yield after each step: None, after the last one how training has ended.
@@ -304,13 +305,13 @@ def train_steps(
         if signal or done == config.steps:
             finish(trainer.run.checkpoints)
         if signal and done < config.steps:
-            yield Ended(_of_all_ranks(trainer, held), done, signal=signal)
+            yield TrainingEnd(_of_all_ranks(trainer, held), done, signal=signal)
             return
         figures.go_on()
         if done < config.steps:
             yield None
     speed = (config.steps - start) * trainer.tokens_per_step / figures.trained_s
-    yield Ended(_of_all_ranks(trainer, held), config.steps, speed)
+    yield TrainingEnd(_of_all_ranks(trainer, held), config.steps, speed)
 
 
 def _of_all_ranks(trainer: Trainer, held: HeldBytes) -> tuple[HeldBytes, ...]:
@@ -394,7 +395,11 @@ def save(trainer: Trainer, done: int) -> None:
         raise _diverged(trainer, done, "parameters are not finite")
     progress = RunProgress(done, done * config.batch, config.model, trainer.num_parameters)
     entries = entries_of(plain_of(trainer.model), trainer.optimizer, trainer.fixed, trainer.data)
-    start_saving(trainer.run.checkpoints, progress, entries, config.keep, wait=trainer.memory is not None)
+    state = {**entries, PROGRESS: asdict(progress)}
+    # Files are written while training continues; with --memory there is no room for a copy of what they get.
+    save_state(
+        trainer.run.checkpoints, state, step=done, keep=config.keep, wait=trainer.memory is not None, buffers="rank0"
+    )
 
 
 @torch.no_grad()
@@ -457,7 +462,7 @@ def _begin(trainer: Trainer, restart: Restart | None, opened: ExitStack) -> RunL
     return run_log
 
 
-def _end(trainer: Trainer, run_log: RunLog, outcome: Ended | None, opened: ExitStack) -> int:
+def _end(trainer: Trainer, run_log: RunLog, outcome: TrainingEnd | None, opened: ExitStack) -> int:
     """Say how training has ended; return the number of the signal, or 0."""
     report = trainer.report
     if outcome is not None and outcome.signal:
@@ -483,7 +488,7 @@ def train_elastic(start: Start, config: TrainConfig, device: torch.device, liste
     """
     folder, opened, run_log = start.resume or start.out or Path(), ExitStack(), RunLog()
     trainer: Trainer | None = None  # what the present ranks have built
-    steps: Iterator[Ended | None] | None = None  # of these ranks, once they have begun
+    steps: Iterator[TrainingEnd | None] | None = None  # of these ranks, once they have begun
 
     def build() -> dict[str, Any]:
         nonlocal trainer, steps, run_log
@@ -505,13 +510,13 @@ def train_elastic(start: Start, config: TrainConfig, device: torch.device, liste
             restart = Restart(len(run.recoveries), run.recoveries[-1].cause) if run.recoveries else None
             run_log = _begin(trainer, restart, opened)
             steps = train_steps(trainer, run_log, asked, tracing(trainer, 0, run_log))
-        outcome = next(cast("Iterator[Ended | None]", steps))
+        outcome = next(cast("Iterator[TrainingEnd | None]", steps))
         run_log.flush()
         if outcome is not None and outcome.signal:
             run.stop()
 
     num_microbatches = math.gcd(config.reproducible, config.batch // config.accumulate)
-    outcome: Ended | None = None
+    outcome: TrainingEnd | None = None
     with listening() as asked, opened:
         elastic(
             build,
@@ -618,7 +623,7 @@ def _sample(trainer: Trainer) -> str:
         return vocabulary.decode(sampled)
 
 
-def _conclude(trainer: Trainer, finished: Ended) -> None:
+def _conclude(trainer: Trainer, finished: TrainingEnd) -> None:
     run, config = trainer.run, trainer.config
     display = ProgressDisplay(config.steps, config.steps, is_shown=True)
     if trainer.report.sample:
