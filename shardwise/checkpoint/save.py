@@ -82,21 +82,21 @@ def write_part(
 ) -> FileRecord:
     """Write and sync the file with ``writes``, whose bytes are ``data``; return its record."""
     header, _ = make_header(writes, save.metadata())
-    sums, summed, num_bytes, room = list[str](), xxhash.xxh3_128(), 0, block_bytes
+    sums, summed, num_bytes, num_left = list[str](), xxhash.xxh3_128(), 0, block_bytes
     with closing(files.create(path)) as file:
         for chunk in (header, *data):
             view = memoryview(chunk).cast("B")
             while len(view):
-                part, view = view[:room], view[room:]  # up to the end of the block
+                part, view = view[:num_left], view[num_left:]  # up to the end of the block
                 summed.update(part)  # while it is in the caches
                 file.write(part)
-                num_bytes, room = num_bytes + len(part), room - len(part)
-                if not room:
+                num_bytes, num_left = num_bytes + len(part), num_left - len(part)
+                if not num_left:
                     sums.append(summed.hexdigest())
                     summed.reset()
-                    room = block_bytes
+                    num_left = block_bytes
         file.sync()
-    if room < block_bytes:
+    if num_left < block_bytes:
         sums.append(summed.hexdigest())
     files.sync_folder(path.parent)  # this host made the name: on a shared disk rank 0 may not see it
     return FileRecord(path.name, num_bytes, block_bytes, tuple(sums))

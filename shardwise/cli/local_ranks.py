@@ -235,7 +235,7 @@ LAUNCH_OPTIONS: tuple[Row, ...] = (
     (
         "--hang-after",
         f"with --elastic: end a rank without progress while others wait, after S seconds (default: {STUCK_S:g}; 0: never)",
-        SECONDS,
+        {**SECONDS, "dest": "stuck_after"},
     ),
 )
 _PROGRAM: Row = ("program", "a script and its arguments", {"nargs": argparse.REMAINDER, "metavar": "SCRIPT ARGS"})
@@ -281,14 +281,14 @@ def run_run(arguments: argparse.Namespace) -> int:
         print(f"shardwise: {nproc} ranks ({where}; -n N changes it)", file=sys.stderr)
     program = UserProgram("module" if arguments.module else "script", tuple(words))
     if not arguments.elastic:
-        if arguments.spares or arguments.min_nproc != 1 or arguments.hang_after is not None:
+        if arguments.spares or arguments.min_nproc != 1 or arguments.stuck_after is not None:
             raise ConfigError("--spares, --min-nproc and --hang-after need --elastic.")
         return _run(program, nproc, arguments.max_restarts, arguments.leave_s)
     if arguments.spares < 0 or not 1 <= arguments.min_nproc <= nproc:
         raise ConfigError(
             f"--spares is {arguments.spares}, expected at least 0; --min-nproc is {arguments.min_nproc}, expected 1 to {nproc}."
         )
-    stuck_s = read_stuck(arguments.hang_after)
+    stuck_s = read_stuck(arguments.stuck_after)
     terms = ElasticTerms(nproc, arguments.spares, arguments.max_restarts, arguments.min_nproc, stuck_s)
     return _run_elastic(program, terms, arguments.leave_s)
 

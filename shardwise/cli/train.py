@@ -281,8 +281,8 @@ def _read_terms(given: Mapping[str, Any], environment: Mapping[str, str]) -> Res
     spares, is_elastic = given.get("spares", 0), given.get("elastic", False)
     if spares < 0 or (spares and not is_elastic):
         raise ConfigError(f"--spares is {spares}, expected at least 0, together with --elastic.")
-    stuck_s = read_stuck(given.get("hang_after"))
-    if "hang_after" in given and not is_elastic:
+    stuck_s = read_stuck(given.get("stuck_after"))
+    if "stuck_after" in given and not is_elastic:
         raise ConfigError("--hang-after needs --elastic.")
     if least is not None and (least < 1 or not (most or is_elastic)):
         raise ConfigError(f"--min-nproc is {least}, expected at least 1, together with --max-restarts or --elastic.")
