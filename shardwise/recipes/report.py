@@ -47,51 +47,7 @@ class PlainConsole(Console):
             yield Segment(text if control else plain(text), style, control)
 
 
-# ---- What a person sees while a run goes on: a progress bar on a terminal, plain lines elsewhere, and the last
-# table.
-
-
-class ProgressDisplay:
-    """Shows steps on rank 0's standard output; ``bar`` is a context manager, after which the cursor is back."""
-
-    def __init__(self, steps: int, done: int, *, is_shown: bool) -> None:
-        self.console = PlainConsole(quiet=not is_shown, highlight=False, soft_wrap=True)
-        self._steps = steps
-        self.bar = Progress(
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=12),
-            TextColumn("{task.fields[figures]}"),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not (is_shown and self.console.is_terminal),
-        )
-        self._task = self.bar.add_task("train", total=steps, completed=done, figures="")
-
-    def advance(self, step: int) -> None:
-        """Move the bar."""
-        self.bar.update(self._task, completed=step)
-
-    def report(self, step: TrainedStep, speed: Mapping[str, float | None], eta_s: float) -> None:
-        """Show the figures of a step: in the bar, or as one line where there is no terminal.
-
-        ``speed``: of :class:`StepMeter`; ``eta_s``: the time left.
-        """
-        figures = f"loss {step.loss:.4f}  {summary(speed)}"
-        if self.bar.disable:
-            eta = f"{int(eta_s) // 60}m{int(eta_s) % 60:02d}s"
-            self.console.print(f"step {step.step}/{self._steps}  {figures}  ETA {eta}")
-        else:
-            self.bar.update(self._task, completed=step.step, figures=figures)
-
-    def say(self, text: str) -> None:
-        """Print a line (above the bar on a terminal)."""
-        self.console.print(text, markup=False)
-
-    def show(self, table: Table) -> None:
-        """Print a table."""
-        self.console.print(table, soft_wrap=False)
-
+# ---- The last table: what ranks held.
 
 BYTES_OF = {"parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer state": "optimizer_bytes"}
 
@@ -144,77 +100,83 @@ class TrainedStep:
 
 
 class RunLog:
-    """What a run tells of itself; this one is that of every rank but the first, and silent."""
+    """What a run tells of itself: on its terminal, by a progress bar or in plain lines, and in its files.
+
+    Args:
+        steps: in all.  done: before this start.
+        files: metrics.jsonl, and a SummaryWriter of TensorBoard; None: this log is silent, as on every rank but the first.
+
+    ``bar`` is a context manager, after which the cursor is back.
+    """
+
+    def __init__(
+        self, steps: int = 0, done: int = 0, unit: str = "byte", files: tuple[IO[str], Any] | None = None
+    ) -> None:
+        self._steps, self._unit, self._files = steps, unit, files
+        self._console = PlainConsole(quiet=files is None, highlight=False, soft_wrap=True)
+        self.bar = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=12),
+            TextColumn("{task.fields[figures]}"),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=files is None or not self._console.is_terminal,
+        )
+        self._task = self.bar.add_task("train", total=steps, completed=done, figures="")
 
     def advance(self, step: int) -> None:
         """Move the progress bar."""
+        self.bar.update(self._task, completed=step)
 
     def trained(self, steps: Sequence[TrainedStep], speed: Mapping[str, float | None], eta_s: float) -> None:
-        """Record steps since the last call; ``speed``: of :class:`StepMeter`, belongs to all of them together."""
+        """Record steps since the last call; ``eta_s``: the time left.
 
-    def validated(self, step: int, loss: float) -> None:
-        """Record a validation loss."""
-
-    def say(self, text: str) -> None:
-        """Print a line."""
-
-    def flush(self) -> None:
-        """Bring everything to the disk, so that no checkpoint is ahead of the figures."""
-
-
-class FileRunLog(RunLog):
-    """Rank 0's run log."""
-
-    def __init__(
-        self,
-        display: ProgressDisplay,
-        lines: IO[str],
-        scalars: Any,  # a SummaryWriter of TensorBoard
-        unit: str = "byte",
-    ) -> None:
-        self._unit = unit
-        self._display = display
-        self._lines = lines
-        self._scalars = scalars
-
-    def advance(self, step: int) -> None:
-        """See :class:`RunLog`."""
-        self._display.advance(step)
-
-    def trained(self, steps: Sequence[TrainedStep], speed: Mapping[str, float | None], eta_s: float) -> None:
-        """See :class:`RunLog`."""
+        ``speed``: of :class:`StepMeter`, belongs to all of them together.
+        """
+        if self._files is None:
+            return
+        (lines, scalars), last = self._files, steps[-1]
         measured = {name: value for name in _SPEED_FIGURES if (value := speed.get(name)) is not None}
-        last = steps[-1]
         for item in steps:
             figures = {"loss": item.loss, "grad_norm": item.grad_norm, "lr": item.learning_rate}
             own = {"tokens_per_s": round(item.tokens_per_s, 1), "time": round(item.time, 3)}
             own |= {name: float(f"{value:.4g}") for name, value in measured.items()} if item is last else {}
-            self._write({"kind": "train", "step": item.step, **figures, **own})
+            lines.write(json.dumps({"kind": "train", "step": item.step, **figures, **own}) + "\n")
             for name, value in figures.items():
-                self._scalars.add_scalar(f"train/{name}", value, item.step)
-            self._scalars.add_scalar("speed/tokens_per_s", item.tokens_per_s, item.step)
+                scalars.add_scalar(f"train/{name}", value, item.step)
+            scalars.add_scalar("speed/tokens_per_s", item.tokens_per_s, item.step)
         for name, value in measured.items():
-            self._scalars.add_scalar(f"speed/{name}", value, last.step)
-        self._scalars.add_scalar("memory/peak_bytes", speed["peak_memory_bytes"], last.step)
-        self._display.report(last, speed, eta_s)
+            scalars.add_scalar(f"speed/{name}", value, last.step)
+        scalars.add_scalar("memory/peak_bytes", speed["peak_memory_bytes"], last.step)
+        shown = f"loss {last.loss:.4f}  {summary(speed)}"
+        if self.bar.disable:
+            eta = f"{int(eta_s) // 60}m{int(eta_s) % 60:02d}s"
+            self._console.print(f"step {last.step}/{self._steps}  {shown}  ETA {eta}")
+        else:
+            self.bar.update(self._task, completed=last.step, figures=shown)
 
     def validated(self, step: int, loss: float) -> None:
-        """See :class:`RunLog`."""
-        self._write({"kind": "validation", "step": step, "loss": loss, "time": round(time.time(), 3)})
-        self._scalars.add_scalar("validation/loss", loss, step)
-        self._display.say(f"step {step}: validation loss {loss:.4f} nats per {self._unit}")
+        """Record a validation loss."""
+        if self._files is not None:
+            lines, scalars = self._files
+            line = {"kind": "validation", "step": step, "loss": loss, "time": round(time.time(), 3)}
+            lines.write(json.dumps(line) + "\n")
+            scalars.add_scalar("validation/loss", loss, step)
+            self.say(f"step {step}: validation loss {loss:.4f} nats per {self._unit}")
 
     def say(self, text: str) -> None:
-        """See :class:`RunLog`."""
-        self._display.say(text)
+        """Print a line, above the bar on a terminal."""
+        self._console.print(text, markup=False)
+
+    def show(self, table: Table) -> None:
+        """Print a table."""
+        self._console.print(table, soft_wrap=False)
 
     def flush(self) -> None:
-        """See :class:`RunLog`."""
-        self._lines.flush()
-        self._scalars.flush()
-
-    def _write(self, values: dict[str, float | str]) -> None:
-        self._lines.write(json.dumps(values) + "\n")
+        """Bring everything to the disk, so that no checkpoint is ahead of the figures."""
+        for each in self._files or ():
+            each.flush()
 
 
 def open_lines(run: TrainRun) -> IO[str]:

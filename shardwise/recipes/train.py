@@ -47,9 +47,7 @@ from shardwise.recipes.data import (
 from shardwise.recipes.gpt import GPT, build_gpt, generate, logits_of, next_byte_loss
 from shardwise.recipes.report import (
     REPORT,
-    FileRunLog,
     HtmlReport,
-    ProgressDisplay,
     RunLog,
     TrainedStep,
     memory_table,
@@ -474,7 +472,7 @@ def _end(trainer: Trainer, run_log: RunLog, outcome: TrainingEnd | None, opened:
         report.held, report.sample, report.state = outcome.held, _sample(trainer), "The run has finished."
     opened.close()
     if trainer.ranks.is_first and outcome is not None:
-        _conclude(trainer, outcome)
+        _conclude(trainer, outcome, run_log)
     return 0
 
 
@@ -576,7 +574,7 @@ def _say_restart(restart: Restart, trainer: Trainer, run_log: RunLog) -> None:
     run_log.say(f"restart {restart.number}: {restart.cause}; going on after step {run.start_step}")
 
 
-def _open_run_log(trainer: Trainer, stack: ExitStack) -> FileRunLog:
+def _open_run_log(trainer: Trainer, stack: ExitStack) -> RunLog:
     from torch.utils.tensorboard import SummaryWriter  # only rank 0 needs it
 
     run = trainer.run
@@ -584,9 +582,9 @@ def _open_run_log(trainer: Trainer, stack: ExitStack) -> FileRunLog:
     lines = stack.enter_context(open_lines(run))
     place = stack.enter_context(opened_folder(run.folder, "tensorboard"))
     scalars = stack.enter_context(SummaryWriter(place, purge_step=run.start_step + 1 if run.done else 0))
-    display = ProgressDisplay(run.config.steps, run.start_step, is_shown=True)
-    stack.enter_context(display.bar)
-    return FileRunLog(display, lines, scalars, run.facts.unit)
+    run_log = RunLog(run.config.steps, run.start_step, run.facts.unit, (lines, scalars))
+    stack.enter_context(run_log.bar)
+    return run_log
 
 
 def _say_start(trainer: Trainer, run_log: RunLog) -> None:
@@ -623,14 +621,13 @@ def _sample(trainer: Trainer) -> str:
         return vocabulary.decode(sampled)
 
 
-def _conclude(trainer: Trainer, finished: TrainingEnd) -> None:
+def _conclude(trainer: Trainer, finished: TrainingEnd, run_log: RunLog) -> None:
     run, config = trainer.run, trainer.config
-    display = ProgressDisplay(config.steps, config.steps, is_shown=True)
     if trainer.report.sample:
-        display.say("\nA sample from the trained model:\n")
-        display.say(trainer.report.sample + "\n")
-    display.show(memory_table(finished.held, trainer.unsharded, trainer.report.peak_name))
-    display.say(
+        run_log.say("\nA sample from the trained model:\n")
+        run_log.say(trainer.report.sample + "\n")
+    run_log.show(memory_table(finished.held, trainer.unsharded, trainer.report.peak_name))
+    run_log.say(
         f"{finished.tokens_per_s:,.0f} tokens/s; figures: {run.metrics}; curves: tensorboard --logdir {run.folder}"
     )
-    display.say(f"continue with: {run.resume_command} --steps {2 * config.steps}\npictures: {run.folder / REPORT}")
+    run_log.say(f"continue with: {run.resume_command} --steps {2 * config.steps}\npictures: {run.folder / REPORT}")

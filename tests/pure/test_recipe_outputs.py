@@ -18,7 +18,7 @@ from shardwise.formatting import format_bytes
 from shardwise.recipes.config import ModelShape, TrainConfig
 from shardwise.recipes.data import TextFacts, Windows
 from shardwise.recipes.gpt import build_gpt, generate, next_byte_loss
-from shardwise.recipes.report import FileRunLog, HtmlReport, ProgressDisplay, TrainedStep, memory_table
+from shardwise.recipes.report import HtmlReport, RunLog, TrainedStep, memory_table
 from shardwise.recipes.run_folder import TrainRun
 from shardwise.recipes.sharding import (
     HeldBytes,
@@ -112,7 +112,7 @@ class _Scalars:
 
 def test_figures_of_a_step_are_of_that_step_alone() -> None:
     lines, scalars = io.StringIO(), _Scalars()
-    run_log = FileRunLog(ProgressDisplay(3, 0, is_shown=False), lines, scalars)
+    run_log = RunLog(3, files=(lines, scalars))
     steps = [TrainedStep(n, 5.0 / n, 1.0, 0.1, tokens_per_s=100.0 * n, time=1000.0 + n) for n in (1, 2, 3)]
     speed = {"tokens_per_s": 12345.0, "step_s": 0.25, "data_s": 0.01, "mfu": None, "exposed_wait_s": 0.02}
     run_log.trained(steps, speed | {"peak_memory_bytes": 1.0}, 0.0)
