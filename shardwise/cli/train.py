@@ -380,19 +380,17 @@ def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, 
             number = train_elastic(request.start, request.config, device, listening)
             dist.destroy_process_group()
             return 128 + number if number else 0
-        place = _meet(request, environment)
-        claim = lambda: place.store.add(_CLAIM, 1) == 1  # noqa: E731
+        (store, rank), num_ranks = _meet(request, environment), request.launched_ranks or 1
+        claim = lambda: store.add(_CLAIM, 1) == 1  # noqa: E731
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         if device_type == "cuda":  # our watch raises, and names; torch's would end the process by SIGABRT
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        dist.init_process_group(
-            backend, store=place.store, rank=place.rank, world_size=place.num_ranks, timeout=TIMEOUT
-        )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
         check_peers()
         watch_device(device)
         is_alone = request.launched_ranks is None
         listening = partial(stop_on_signals, second_ends=is_alone)
-        number = train(request.start, request.config, RunRanks(place.rank, place.num_ranks, device), listening)
+        number = train(request.start, request.config, RunRanks(rank, num_ranks, device), listening)
         dist.destroy_process_group()
         if number and is_alone:
             print(f"shardwise: ended by {signal.Signals(number).name}", file=sys.stderr)
@@ -406,26 +404,18 @@ def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, 
     return EXIT_FAILED
 
 
-@dataclass(frozen=True, slots=True)
-class _RankPlace:
-    """Where this process stands among the ranks, and the store through which they meet."""
-
-    store: dist.Store
-    rank: int
-    num_ranks: int
-
-
-def _meet(request: TrainRequest, environment: Mapping[str, str]) -> _RankPlace:
+def _meet(request: TrainRequest, environment: Mapping[str, str]) -> tuple[dist.Store, int]:
+    """Return the store through which the ranks meet, and the rank of this process."""
     if request.launched_ranks is None:
-        return _RankPlace(dist.HashStore(), 0, 1)
+        return dist.HashStore(), 0
     if STORE_VARIABLE not in environment:
-        found, rank, num_ranks = next(rendezvous("env://", timeout=TIMEOUT))
+        found, rank, _ = next(rendezvous("env://", timeout=TIMEOUT))
         # torchrun keeps its store from start to start; what it holds of earlier ones is not for these ranks
         count = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return _RankPlace(dist.PrefixStore(f"shardwise/{count}", found), rank, num_ranks)
+        return dist.PrefixStore(f"shardwise/{count}", found), rank
     store = dist.FileStore(environment[STORE_VARIABLE], request.launched_ranks)
     store.set_timeout(TIMEOUT)
-    return _RankPlace(store, int(environment["RANK"]), request.launched_ranks)
+    return store, int(environment["RANK"])
 
 
 def _choose_own_device(device_type: str, environment: Mapping[str, str]) -> torch.device:
