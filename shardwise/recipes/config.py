@@ -130,6 +130,7 @@ class TrainConfig:
 
 
 RESUME_MAY_CHANGE = frozenset(each.name for each in dataclasses.fields(TrainConfig) if each.metadata.get("is_late"))
+_ADDED = RESUME_MAY_CHANGE | {"reproducible"}  # a config.json of an earlier version may lack these
 
 
 def check_config(config: TrainConfig) -> None:
@@ -296,7 +297,7 @@ def config_from_json(values: Mapping[str, object]) -> TrainConfig:
     Raises: ConfigError if other names are missing, or some are unknown (another version, or an edited file).
     """
     known = {item.name for item in dataclasses.fields(TrainConfig)}
-    odd_names = (set(values) - known) | (known - set(values))
+    odd_names = (set(values) - known) | (known - _ADDED - set(values))
     if odd_names:
         odd = ", ".join(sorted(odd_names))
         raise ConfigError(f"config.json does not match this version of shardwise: missing or unknown values: {odd}.")

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise import Microbatches, Reproducible
-from shardwise.checkpoint import DamagedCheckpointError, RandomState, load
+from shardwise.checkpoint import DamagedCheckpointError, RandomState, load, save
 from shardwise.checkpoint.contents import decode
 from shardwise.checkpoint.files import Files, read_manifest
 from shardwise.checkpoint.files import list_checkpoints as list_new
@@ -78,7 +78,7 @@ def whole_lines(folder: Path, name: str) -> list[str]:
 
 # ---- Checkpoints of a run: ``shardwise.checkpoint`` folders with the model, the optimizer, and the progress.
 
-PROGRESS = "progress"
+_PROGRESS = "progress"
 _FIELDS = ("step", "windows", "num_parameters")
 
 
@@ -110,7 +110,7 @@ def read_progress(checkpoint: Path) -> RunProgress:
     """Return the progress in a checkpoint.  Raises: ConfigError if it is not one of a run, or damaged."""
     try:
         manifest = read_manifest(Files(), checkpoint)
-        return progress_from_json(decode(manifest.values[PROGRESS], PROGRESS))
+        return progress_from_json(decode(manifest.values[_PROGRESS], _PROGRESS))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{checkpoint} is not a checkpoint of this version of shardwise ({error!r}).") from error
     except CheckpointError as error:
@@ -123,19 +123,40 @@ def progress_from_json(values: Mapping[str, Any]) -> RunProgress:
     return typed(RunProgress, {name: values[name] for name in _FIELDS} | {"model": shape}, "the checkpoint's progress")
 
 
+def start_saving(folder: Path, progress: RunProgress, entries: Mapping[str, Any], keep: int, wait: bool) -> None:
+    """Begin a checkpoint with all ranks; files are written while training continues.
+
+    Args:
+        entries: of :func:`entries_of`.  wait: until they are written, which needs no copy of what is in host memory.
+    Raises: CheckpointError on every rank if this one cannot begin, or the one before was not written.
+    """
+    state = {**entries, _PROGRESS: asdict(progress)}
+    save(folder, state, step=progress.step, keep=keep, wait=wait, buffers="rank0")
+
+
 def load_newest(folder: Path, entries: Mapping[str, Any]) -> Resumed:
     """Load the newest checkpoint that verifies on all ranks, into any number of ranks and any sharding strategy.
 
     Raises: ConfigError on every rank, before any change, if there is none, or if it has other parameters.
     """
     progress: dict[str, Any] = {}
+    if (found := list_checkpoints(folder)) and not _has_data(found[-1]):
+        entries = {name: entry for name, entry in entries.items() if name != "data"}
     try:
-        loaded = load(folder, {**entries, PROGRESS: progress}, fallback=True)
+        loaded = load(folder, {**entries, _PROGRESS: progress}, fallback=True)
     except DamagedCheckpointError as error:
         raise ConfigError(f"no checkpoint of the run is whole: {error}") from error
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     return Resumed(loaded.path, progress_from_json(progress), loaded.skipped)
+
+
+def _has_data(checkpoint: Path) -> bool:
+    """Return False for a checkpoint of an earlier version; a damaged one is named by the load."""
+    try:
+        return "data" in read_manifest(Files(), checkpoint).values
+    except CheckpointError:
+        return True
 
 
 def entries_of(

@@ -33,7 +33,6 @@ from shardwise import (
     trace,
 )
 from shardwise.checkpoint import finish
-from shardwise.checkpoint import save as save_state
 from shardwise.consistency.recorder import BLACK_BOX
 from shardwise.elastic.run import ElasticRun
 from shardwise.errors import ConfigError, ShardwiseError
@@ -54,7 +53,6 @@ from shardwise.recipes.report import (
     open_lines,
 )
 from shardwise.recipes.run_folder import (
-    PROGRESS,
     Restart,
     RunProgress,
     Start,
@@ -68,6 +66,7 @@ from shardwise.recipes.run_folder import (
     prepare_run,
     run_from_json,
     run_to_json,
+    start_saving,
     write_config,
 )
 from shardwise.recipes.sharding import (
@@ -393,11 +392,7 @@ def save(trainer: Trainer, done: int) -> None:
         raise _diverged(trainer, done, "parameters are not finite")
     progress = RunProgress(done, done * config.batch, config.model, trainer.num_parameters)
     entries = entries_of(plain_of(trainer.model), trainer.optimizer, trainer.fixed, trainer.data)
-    state = {**entries, PROGRESS: asdict(progress)}
-    # Files are written while training continues; with --memory there is no room for a copy of what they get.
-    save_state(
-        trainer.run.checkpoints, state, step=done, keep=config.keep, wait=trainer.memory is not None, buffers="rank0"
-    )
+    start_saving(trainer.run.checkpoints, progress, entries, config.keep, wait=trainer.memory is not None)
 
 
 @torch.no_grad()
