@@ -55,7 +55,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW, Optimizer
 
 from shardwise import CompressionPolicy, ZeroRedundancyOptimizer, hook_with_zero_step, replicate, shard_model
-from shardwise.consistency import liveness
+from shardwise.consistency import process_groups
 from shardwise.recipes.gpt import GPT
 
 # In its own network the first address is free, whatever the machine's networks are.
@@ -352,7 +352,7 @@ def main() -> int:
     if "RANK" not in os.environ:
         return run_hosts(options, sys.argv[1:])
     if options.declared_host is not None:  # several hosts on one machine
-        cast(Any, liveness).BOOT_ID = SimpleNamespace(read_text=lambda: options.declared_host)
+        cast(Any, process_groups).BOOT_ID = SimpleNamespace(read_text=lambda: options.declared_host)
     measure(options)
     return 0
 

@@ -37,7 +37,8 @@ from unittest.mock import MagicMock
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.convert import CheckpointSource, compare_tensors, compare_values
+from shardwise.checkpoint.contents import unlike_leaves
+from shardwise.checkpoint.convert import CheckpointSource, compare_tensors
 from shardwise.checkpoint.files import Files, list_checkpoints, verify
 from shardwise.one_host import stay_on_loopback
 from shardwise.recipes.config import ModelShape, TrainConfig
@@ -330,8 +331,8 @@ def differing(run: Path, other: Path) -> list[str]:
     first, second = map(CheckpointSource.open, places)
     found = [each.name for each in compare_tensors(first, second)]
     names = first.names ^ second.names
-    changed = compare_values(first.manifest, second.manifest)
-    return [*found, *names, *(each.name for each in changed if not each.name.startswith("rank/"))]
+    changed = unlike_leaves(first.manifest.values, second.manifest.values)
+    return [*found, *names, *(name for name in changed if not name.startswith("rank/"))]
 
 
 def campaign(folder: Path, num_ranks: int, num_kills: int, seed: int, *, with_commands: bool = False) -> Report:

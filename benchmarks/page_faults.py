@@ -1,7 +1,7 @@
 """Page faults and milliseconds of a warm step of one contender of ``bench.py`` alone in its processes.
 
 In ``bench.py`` contenders share a process, and the largest widens the heap for all.  Here each run is a process of
-its own per rank; runs with the end of the heap kept (``collectives/buffer_pool.py``) and without take turns.  Medians over
+its own per rank; runs with the end of the heap kept (``collectives/streams.py``) and without take turns.  Medians over
 the steps of a run, then over the runs.
 
 Run: python benchmarks/page_faults.py [--shape wide deep] [--only "shardwise full" ...] [--runs 3] [--steps 10]

@@ -24,14 +24,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import ActivationPolicy, apply_activations, shard_model, torch_private
-from shardwise.collectives.host import local_peers
+from shardwise.collectives import local_peers
 from shardwise.containers import tensors_in
 from shardwise.planner.advice import step_under
 from shardwise.planner.hardware import HARDWARE, ONE_UNIT, SHARED, Profile, Setting, TensorSplit, dry_run
 from shardwise.planner.rank_step import KINDS, RankMemory
 from shardwise.recipes.config import ModelShape, TrainConfig
 from shardwise.recipes.gpt import GPT
-from shardwise.recipes.sharding import HEADS, STRATEGIES, split_heads
+from shardwise.recipes.sharding import HEADS, build_optimizer, precision_of, split_heads, syncing, wrap
 from shardwise.testing import WorkerPool
 
 WARM_STEPS = 2
@@ -163,17 +163,13 @@ class Job:
         names = ("replicate", "shard") if setting.strategy == "hsdp" else ("dp",)
         mesh = init_device_mesh("cpu", (*sizes, setting.tensor), mesh_dim_names=(*names, "tp"))
         split, mesh = mesh["tp"], mesh[names if len(names) > 1 else names[0]]
-        self.config, self.strategy, self.accumulate = case.config, STRATEGIES[setting.strategy], setting.accumulate
+        self.config, self.accumulate = case.config, setting.accumulate
         torch.manual_seed(0)  # ranks must begin with the same values
         plain = case.build()
         if setting.tensor > 1:
             split_heads(plain, split)
-        self.model = (
-            shard_tied(case, plain, mesh)
-            if case.model == "tied"
-            else self.strategy.wrap(plain, self.config, mesh, None)
-        )
-        self.optimizer = self.strategy.build_optimizer(self.model, self.config, None)
+        self.model = shard_tied(case, plain, mesh) if case.model == "tied" else wrap(plain, self.config, mesh)
+        self.optimizer = build_optimizer(self.model, self.config)
         # Nothing is learned: from one batch again and again a model makes denormals within some steps, with which products
         # take up to ten times as long.
         for group in self.optimizer.param_groups:
@@ -181,8 +177,8 @@ class Job:
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         for microbatch in range(self.accumulate):
-            with self.strategy.sync(self.model, microbatch == self.accumulate - 1):
-                with self.strategy.precision(self.config, torch.device("cpu")):
+            with syncing(self.model, microbatch == self.accumulate - 1):
+                with precision_of(self.config, torch.device("cpu")):
                     loss = loss_of(self.model, inputs, targets)
                 loss.backward()
         self.optimizer.step()

@@ -17,13 +17,17 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN = "<!-- drawn by docs/draw_house.py: change the code, then run it -->"
 END = "<!-- end of the drawing -->"
 LEAVES = "base"  # the files beside the folders, which every package may import
-REFERENCE = "reference"  # one file that is a package to itself: it imports from packages above the leaves
+ALONE = (
+    "reference",
+    "transaction",
+)  # files that are packages to themselves: they import from packages above the leaves
 COMMAND = "cli"  # what ``python -m`` runs is a part of it
 FRONT = "shardwise"  # the public names: what users import, and the packages that are users too
 PURPOSES = {
     LEAVES: "What every package may import: events, errors, torch's private names, what one host needs, "
     "files in folders that other users may have made.",
-    REFERENCE: "`fully_shard` in its simplest form, which readers start with and tests compare the engine with.",
+    "reference": "`fully_shard` in its simplest form, which readers start with and tests compare the engine with.",
+    "transaction": "A step that happens on all ranks or on none: agreement, copies of the state before it, and undo.",
     FRONT: "The public names, nothing else.",
 }
 
@@ -87,8 +91,8 @@ def _layer_of(path: Path) -> str:
         return path.parent.as_posix()
     if path.name == "__main__.py":
         return COMMAND
-    if path.stem == REFERENCE:
-        return REFERENCE
+    if path.stem in ALONE:
+        return path.stem
     return FRONT if path.name == "__init__.py" else LEAVES
 
 

@@ -1,13 +1,13 @@
 """Sharded data parallelism for PyTorch, as a library you call from your own training loop."""
 
-from shardwise.checkpoint.weights import full_state_dict, full_tensors
+from shardwise.checkpoint.convert import full_state_dict, full_tensors
 from shardwise.checks.optimizers import register as _watch_optimizers
 from shardwise.checks.root import register as _register_checks
 from shardwise.collectives.compressed import CompressionPolicy
-from shardwise.collectives.host import register_transports as _register_transports
 from shardwise.collectives.routes import set_default_transport
+from shardwise.collectives.shared_memory import register_transports as _register_transports
 from shardwise.consistency.failure_report import set_wait_report
-from shardwise.consistency.liveness import set_host_timeout
+from shardwise.consistency.process_groups import set_host_timeout
 from shardwise.consistency.recorder import record
 from shardwise.data.microbatches import Microbatches
 from shardwise.data.mixture import Mixture
@@ -52,8 +52,7 @@ from shardwise.fsdp.module import FSDPModule, GradientReductionHandle, UnshardHa
 from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.fsdp.shard_model import shard_model
 from shardwise.loop.launch import notebook_launch
-from shardwise.loop.meter import StepMeter
-from shardwise.loop.trace import Span, Trace, trace
+from shardwise.loop.meter import Span, StepMeter, Trace, trace
 from shardwise.offload.activations import ActivationPolicy, apply_activations
 from shardwise.offload.disk import DiskOffloadPolicy
 from shardwise.offload.fit import MemoryLimit
@@ -69,7 +68,7 @@ from shardwise.prove.record import recorded
 from shardwise.publish.publisher import WeightPublisher
 from shardwise.publish.reader import WeightReader
 from shardwise.reproducible.reproducible import Reproducible
-from shardwise.transaction.transaction import transaction
+from shardwise.transaction import transaction
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer
 from shardwise.zero.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 

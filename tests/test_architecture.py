@@ -20,7 +20,7 @@ ROOT = Path(shardwise.__file__).parent
 LINES: tuple[tuple[str, ...], ...] = (
     ("observe", "torch_private", "one_host", "formatting"),
     ("errors",),
-    ("arguments", "containers", "safe_files", "random_state", "layout", "plan"),
+    ("arguments", "containers", "safe_files", "layout", "plan"),
     ("consistency",),
     ("collectives", "data"),
     ("fsdp",),
@@ -146,8 +146,10 @@ def test_collectives_are_called_in_two_folders_and_the_reference_alone(path: Pat
 
 
 def test_nothing_that_every_device_needs_imports_the_transports_of_cpu_ranks() -> None:
+    own = [ROOT / "collectives" / name for name in ("local_peers.py", "shared_memory.py")]
+    names = tuple(f"shardwise.collectives.{path.stem}" for path in own)
     for path in (*(ROOT / "collectives").glob("*.py"), *(ROOT / "fsdp").glob("*.py")):
-        assert not [name for name in imports(path) if name.startswith("shardwise.collectives.host")], path.name
+        assert path in own or not [name for name in imports(path) if name.startswith(names)], path.name
 
 
 def test_every_layer_has_a_line() -> None:
@@ -326,26 +328,25 @@ def test_files_and_functions_are_short() -> None:
 
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
-    "fsdp": 5705,  # with plan and checks 6482; containers.py (136) and loop/trace.py (98) were in it; issue 57 about 300
-    "collectives": 2654,  # of 2800
-    "checkpoint": 2470,  # with transaction 2900; issue 62: the removal of one version
+    "fsdp": 5719,  # with plan and checks 6482; containers.py (136) and loop/meter.py were in it; issue 57 about 300
+    "collectives": 2606,  # of 2800
+    "checkpoint": 2412,  # with transaction 2900; issue 62: the removal of one version
     "publish": 564,  # issue 62, which allows 650 with sleep
-    "recipes": 2027,  # issue 48: --memory 10; 49: --reproducible 50, --elastic 40; 60: data 10; 57: report 160
-    "consistency": 1823,  # issue 49: what hosts of an elastic run exchange
-    "planner": 1460,  # issue 48: 65 for what a rank measures, blocks that keep activations, and your optimizer's state
-    "optim": 1693,
-    "zero": 1048,
-    "cli": 1428,  # of which 48 and 49 about 160, 59 and 60 about 65
-    "(top)": 1480,  # with testing 1820, of which reference.py is 177 and containers.py, once in fsdp, 136
-    "transaction": 468,
+    "recipes": 1958,  # issue 48: --memory 10; 49: --reproducible 50, --elastic 40; 60: data 10; 57: report 160
+    "consistency": 1818,  # issue 49: what hosts of an elastic run exchange
+    "planner": 1454,  # issue 48: 65 for what a rank measures, blocks that keep activations, and your optimizer's state
+    "optim": 1661,
+    "zero": 1025,
+    "cli": 1314,  # of which 48 and 49 about 160, 59 and 60 about 65
+    "(top)": 1942,  # with testing; of it transaction.py is 468, reference.py is 177 and containers.py, once in fsdp, 136
     "elastic": 1150,  # issue 61, of which under torchrun 234
     "reproducible": 510,  # issue 49
-    "loop": 758,  # of which trace.py, once in fsdp, 98; issue 61: what a launcher asks of a supervisor
-    "testing": 376,
+    "loop": 755,  # issue 61: what a launcher asks of a supervisor
+    "testing": 375,
     "plan": 344,
     "data": 450,  # issue 60
     "prove": 1251,  # issue 59, which allows 650
-    "checks": 438,  # of which optimizers 165
+    "checks": 441,  # of which optimizers 165
     "offload": 1375,  # host tier 500, disk tier 300, activations 200; a limit without inputs 28; asleep (issue 62) 331
 }
 

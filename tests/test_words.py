@@ -43,9 +43,9 @@ NOT_YET = (
 )
 # (file, word) -> why it stays
 EXCEPTIONS = {
-    ("loop/trace.py", "lane"): "shardwise.Span.lane is public: a row of a trace, as Perfetto calls it",
-    ("loop/trace.py", "on its way"): "shardwise.Span.what is public, and has these words",
-    ("recipes/html_report.py", "lane"): "shardwise.Span.lane",
+    ("loop/meter.py", "lane"): "shardwise.Span.lane is public: a row of a trace, as Perfetto calls it",
+    ("loop/meter.py", "on its way"): "shardwise.Span.what is public, and has these words",
+    ("recipes/report.py", "lane"): "shardwise.Span.lane",
     ("cli/checkpoint.py", "edge"): "options of rich's tables",
 }
 

@@ -31,7 +31,7 @@ from shardwise.checkpoint.format import (
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.optim.slices import local_of, slices_of
 from shardwise.torch_private import ShardedTensor
-from shardwise.zero.state_dict import StateSlice
+from shardwise.zero.partition import StateSlice
 
 # ---- Values that are not tensors, as JSON: exactly the types that JSON and a few markers can represent, never a
 # pickle.

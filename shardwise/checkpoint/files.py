@@ -8,8 +8,8 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -204,19 +204,9 @@ class Input:
         os.close(self._fd)
 
 
-@contextmanager
-def reading(files: Files, path: Path) -> Generator[Input]:
-    """Open a file inside a ``with``."""
-    file = files.open(path)
-    try:
-        yield file
-    finally:
-        file.close()
-
-
 def read_all(files: Files, path: Path, most_bytes: int = 2**34) -> bytes:
     """Return all bytes of a file.  Raises: DamagedCheckpointError if it is longer than ``most_bytes``."""
-    with reading(files, path) as file:
+    with closing(files.open(path)) as file:
         if file.num_bytes > most_bytes:
             raise DamagedCheckpointError(f"{path}: {file.num_bytes} bytes, expected at most {most_bytes}")
         data = bytearray(file.num_bytes)
@@ -226,12 +216,9 @@ def read_all(files: Files, path: Path, most_bytes: int = 2**34) -> bytes:
 
 def write_all(files: Files, path: Path, data: Buffer) -> None:
     """Write a new file; return once it would survive a crash of the machine."""
-    file = files.create(path)
-    try:
+    with closing(files.create(path)) as file:
         file.write(data)
         file.sync()
-    finally:
-        file.close()
 
 
 # ---- Reading: exactly the blocks that are needed, each compared with its checksum before its bytes are used.
@@ -326,58 +313,45 @@ class VerifiedFile:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _ReadStep:
-    """Bytes of one part, for one request."""
-
-    begin: int
-    run: ByteRange
-    request: Request
-
-
 def read_requests(files: Files, checkpoint: Path, manifest: Manifest, requests: Iterable[Request]) -> int:
     """Fill the targets of ``requests``; return how many bytes were read.
 
     Memory: one block besides the targets, and up to a block of rows for targets that are not contiguous.
     Raises: DamagedCheckpointError with file, block and tensor.
     """
-    by_file: dict[int, list[_ReadStep]] = {}
+    by_file: dict[int, list[tuple[int, ByteRange, Request]]] = {}  # where each range begins in the file
     for request in requests:
         for part in request.record.parts:
-            for step in _steps(part, request, manifest.files[part.file].block_bytes):
-                by_file.setdefault(part.file, []).append(step)
+            steps = [(part.begin + run.begin, run, request) for run in _ranges(part, request, manifest)]
+            by_file.setdefault(part.file, []).extend(steps)
     total = 0
     for number, steps in sorted(by_file.items()):
         record = manifest.files[number]
-        file = VerifiedFile(files, checkpoint / record.name, record)
-        try:
+        with closing(VerifiedFile(files, checkpoint / record.name, record)) as file:
             if record.sums:
                 file.header(manifest.save_id)
-            for step in sorted(steps, key=lambda each: each.begin):
-                _carry_out(step, file)
+            for begin, run, request in sorted(steps, key=lambda each: each[0]):
+                _read_range(file, begin, run, request)
             total += file.num_bytes_read
-        finally:
-            file.close()
     return total
 
 
-def _steps(part: PartRecord, request: Request, block_bytes: int) -> list[_ReadStep]:
+def _ranges(part: PartRecord, request: Request, manifest: Manifest) -> list[ByteRange]:
+    """Return the bytes of ``part`` that ``request`` needs."""
     common = part.window.meet(request.window) if part.window.sizes else part.window
     if common is None or not common.numel:
         return []
     itemsize = DTYPE_BYTES[request.record.dtype]
-    most = max(block_bytes, itemsize)
-    return [_ReadStep(part.begin + run.begin, run, request) for run in runs_of(part.window, common, itemsize, most)]
+    return runs_of(part.window, common, itemsize, max(manifest.files[part.file].block_bytes, itemsize))
 
 
-def _carry_out(step: _ReadStep, file: VerifiedFile) -> None:
-    run, request = step.run, step.request
+def _read_range(file: VerifiedFile, begin: int, run: ByteRange, request: Request) -> None:
     place = run.wanted.cut(request.target, request.window)
     if run.is_exact and place.is_contiguous():
-        file.read_into(step.begin, bytes_of(place), request.name)
+        file.read_into(begin, bytes_of(place), request.name)
         return
     rows = torch.empty(run.hull.sizes, dtype=request.target.dtype, device="cpu")
-    file.read_into(step.begin, bytes_of(rows), request.name)
+    file.read_into(begin, bytes_of(rows), request.name)
     place.copy_(run.wanted.cut(rows, run.hull))
 
 
@@ -390,14 +364,10 @@ def verify(files: Files, checkpoint: Path) -> list[str]:
     found: list[str] = []
     for number, record in enumerate(manifest.files):
         try:
-            file = VerifiedFile(files, checkpoint / record.name, record)
+            with closing(VerifiedFile(files, checkpoint / record.name, record)) as file:
+                found += _verify_file(file, manifest, number)
         except DamagedCheckpointError as error:
             found.append(str(error))
-            continue
-        try:
-            found += _verify_file(file, manifest, number)
-        finally:
-            file.close()
     return found
 
 
@@ -413,10 +383,7 @@ def _verify_file(file: VerifiedFile, manifest: Manifest, number: int) -> list[st
             found.append(str(error))
     if found:
         return found
-    try:
-        entries = file.header(manifest.save_id).entries
-    except DamagedCheckpointError as error:
-        return [str(error)]
+    entries = file.header(manifest.save_id).entries
     parts = [(name, part) for name, tensor in manifest.tensors.items() for part in tensor.parts if part.file == number]
     for name, part in parts:
         entry = entries.get(part.key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -24,7 +25,6 @@ from shardwise.checkpoint.files import (
     read_header,
     read_manifest,
     read_requests,
-    reading,
 )
 from shardwise.checkpoint.format import (
     BLOCK_BYTES,
@@ -94,7 +94,7 @@ def foreign_manifest(files: Files, folder: Path, names: list[str], prefix: str) 
     records: list[FileRecord] = []
     tensors: dict[str, TensorRecord] = {}
     for number, name in enumerate(names):
-        with reading(files, folder / name) as file:
+        with closing(files.open(folder / name)) as file:
             header = read_header(file.read_into, file.num_bytes, folder / name)
         records.append(FileRecord(name, file.num_bytes, BLOCK_BYTES, ()))
         for key, entry in header.entries.items():

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from shardwise import torch_private
 from shardwise.arguments import explains_arguments
@@ -29,7 +31,6 @@ from shardwise.checkpoint.format import (
     SAVE_KEY,
     SAVING,
     STEP_KEY,
-    BlockSums,
     FileRecord,
     Manifest,
     PartRecord,
@@ -81,21 +82,24 @@ def write_part(
 ) -> FileRecord:
     """Write and sync the file with ``writes``, whose bytes are ``data``; return its record."""
     header, _ = make_header(writes, save.metadata())
-    sums, num_bytes = BlockSums(block_bytes), 0
-    file = files.create(path)
-    try:
+    sums, summed, num_bytes, num_left = list[str](), xxhash.xxh3_128(), 0, block_bytes
+    with closing(files.create(path)) as file:
         for chunk in (header, *data):
             view = memoryview(chunk).cast("B")
-            for start in range(0, len(view), block_bytes):
-                block = view[start : start + block_bytes]
-                sums.update(block)  # while it is in the caches
-                file.write(block)
-            num_bytes += len(view)
+            while len(view):
+                part, view = view[:num_left], view[num_left:]  # up to the end of the block
+                summed.update(part)  # while it is in the caches
+                file.write(part)
+                num_bytes, num_left = num_bytes + len(part), num_left - len(part)
+                if not num_left:
+                    sums.append(summed.hexdigest())
+                    summed.reset()
+                    num_left = block_bytes
         file.sync()
-    finally:
-        file.close()
+    if num_left < block_bytes:
+        sums.append(summed.hexdigest())
     files.sync_folder(path.parent)  # this host made the name: on a shared disk rank 0 may not see it
-    return FileRecord(path.name, num_bytes, block_bytes, tuple(sums.finish()))
+    return FileRecord(path.name, num_bytes, block_bytes, tuple(sums))
 
 
 def make_manifest(

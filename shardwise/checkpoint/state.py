@@ -43,14 +43,12 @@ from shardwise.errors import (
 from shardwise.formatting import format_ranks, ranks_by_text
 from shardwise.fsdp.equal_values import SHARES_BUFFERS, unlike_buffers, unlike_in_words
 from shardwise.fsdp.init_parameters import unwritten_in
+from shardwise.one_host import RandomState, set_seed
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, empty_state_of
 from shardwise.optim.slices import in_order_of
-from shardwise.optim.state_dict import options_of
-from shardwise.optim.sums import why_other_class
-from shardwise.random_state import RandomState, set_seed
+from shardwise.optim.state_dict import options_of, why_other_class
 from shardwise.zero.optimizer import OptimizerState
-from shardwise.zero.partition import LocalSlice
-from shardwise.zero.state_dict import StateSlice
+from shardwise.zero.partition import LocalSlice, StateSlice
 
 # ---- Phases that end alike on all ranks: with every rank's result, or with one error that names the failed rank and
 # the cause.

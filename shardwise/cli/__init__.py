@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.formatting import parse_size
@@ -20,6 +21,27 @@ def check_extras(names: Sequence[str], command: str = "train") -> None:
             f"shardwise {command} needs {', '.join(missing)}, which is not installed here. "
             f"Install with: pip install 'shardwise[train]'"
         )
+
+
+# ---- Options of commands, as rows of a table.
+
+Row = tuple[str, str, Mapping[str, Any]]  # the names of an option, its help, and what argparse needs besides
+SWITCH: Mapping[str, Any] = {"action": "store_true"}
+COUNT: Mapping[str, Any] = {"type": int, "metavar": "N"}
+SECONDS: Mapping[str, Any] = {"type": float, "metavar": "S"}
+
+
+def add_options(parser: Any, rows: Iterable[Row]) -> None:
+    """Add an option, or a positional argument, for each of ``rows``, in this order."""
+    for names, text, more in rows:
+        parser.add_argument(*names.split(), help=text, **more)
+
+
+def add_command(commands: Any, name: str, texts: tuple[str, str], rows: Iterable[Row]) -> argparse.ArgumentParser:
+    """Add the command ``name`` with the options ``rows``; ``texts``: its help in the list of commands, and its own."""
+    parser = commands.add_parser(name, help=texts[0], description=texts[1])
+    add_options(parser, rows)
+    return parser
 
 
 # ---- Exit codes, and the variables by which a rank knows its launcher.
@@ -56,3 +78,6 @@ def read_num_bytes(text: str) -> int:
             f"{text!r} is no size, expected a number of bytes such as 0, 4096, 512k or 1.5M"
         )
     return found
+
+
+SIZE: Mapping[str, Any] = {"type": read_num_bytes, "metavar": "SIZE"}

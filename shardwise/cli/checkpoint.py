@@ -13,12 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from shardwise.checkpoint.contents import unlike_leaves
 from shardwise.checkpoint.convert import (
     CheckpointSource,
     TensorDifference,
-    ValueDifference,
     compare_tensors,
-    compare_values,
     convert,
     export_model,
 )
@@ -94,7 +93,9 @@ def table_of_verified(results: Sequence[tuple[Path, Manifest | str, int]]) -> Ta
 
 
 def table_of_differences(
-    tensors: Sequence[TensorDifference], values: Sequence[ValueDifference], alone: Sequence[tuple[Path, Sequence[str]]]
+    tensors: Sequence[TensorDifference],
+    values: Mapping[str, tuple[object, object]],
+    alone: Sequence[tuple[Path, Sequence[str]]],
 ) -> list[Table]:
     """Return the differences: tensors, values, and names that only one of the two checkpoints (``alone``) has."""
     found: list[Table] = []
@@ -112,8 +113,8 @@ def table_of_differences(
         found.append(table)
     if values:
         table = _table("values", "name", "first", "second")
-        for value in values:
-            table.add_row(*map(escape, (value.name, _short(value.first), _short(value.second))))
+        for name, pair in values.items():
+            table.add_row(*map(escape, (name, *map(_short, pair))))
         found.append(table)
     for path, names in alone:
         if names:
@@ -142,15 +143,8 @@ def run_checkpoint(arguments: argparse.Namespace) -> int:
     Raises: ConfigError for a place without checkpoints, DamagedCheckpointError if one cannot be read.
     """
     console = PlainConsole(highlight=False, width=_WIDTH)
-    if arguments.action == "verify":
-        return _verify(console, find_checkpoints(Path(arguments.path), arguments.step))
-    if arguments.action == "diff":
-        return _diff(console, *(find_checkpoints(Path(each), None)[-1] for each in (arguments.first, arguments.second)))
-    if arguments.action == "export":
-        return _export(console, arguments)
-    if arguments.action == "convert":
-        return _convert(console, arguments)
-    return _show(console, find_checkpoints(Path(arguments.path), arguments.step), arguments.sums)
+    actions = {"show": _show, "verify": _verify, "diff": _diff, "export": _export, "convert": _convert}
+    return actions[arguments.action](console, arguments)
 
 
 def find_checkpoints(path: Path, step: int | None) -> list[Path]:
@@ -181,12 +175,13 @@ def find_checkpoints(path: Path, step: int | None) -> list[Path]:
     raise ConfigError(f"{path} has {what}: name a run, a folder of checkpoints, or one with a {MANIFEST}.")
 
 
-def _show(console: Console, checkpoints: list[Path], with_sums: bool) -> int:
+def _show(console: Console, arguments: argparse.Namespace) -> int:
+    checkpoints = find_checkpoints(Path(arguments.path), arguments.step)
     if len(checkpoints) > 1:
         console.print(table_of_checkpoints([(path, _manifest_or_reason(path)) for path in checkpoints]))
     path = checkpoints[-1]
     manifest = read_manifest(FILES, path)
-    sums = _sums(path, manifest) if with_sums else {}
+    sums = _sums(path, manifest) if arguments.sums else {}
     for table in tables_of_contents(path, manifest, sums):
         console.print(table)
     return 0
@@ -204,9 +199,9 @@ def _sums(path: Path, manifest: Manifest) -> dict[str, str]:
     return {name: sum_of(bytes_of(source.read(name))) for name in sorted(manifest.tensors)}
 
 
-def _verify(console: Console, checkpoints: list[Path]) -> int:
+def _verify(console: Console, arguments: argparse.Namespace) -> int:
     results: list[tuple[Path, Manifest | str, list[str]]] = []
-    for path in checkpoints:
+    for path in find_checkpoints(Path(arguments.path), arguments.step):
         manifest = _manifest_or_reason(path)
         results.append((path, manifest, [manifest] if isinstance(manifest, str) else verify(FILES, path)))
     console.print(table_of_verified([(path, manifest, len(problems)) for path, manifest, problems in results]))
@@ -216,11 +211,12 @@ def _verify(console: Console, checkpoints: list[Path]) -> int:
     return EXIT_FAILED if damage else 0
 
 
-def _diff(console: Console, first: Path, second: Path) -> int:
+def _diff(console: Console, arguments: argparse.Namespace) -> int:
+    first, second = (find_checkpoints(Path(each), None)[-1] for each in (arguments.first, arguments.second))
     mine, theirs = CheckpointSource.open(first), CheckpointSource.open(second)
     left, right = mine.names, theirs.names
     differences = list(compare_tensors(mine, theirs))
-    values = compare_values(mine.manifest, theirs.manifest)
+    values = unlike_leaves(mine.manifest.values, theirs.manifest.values)
     if not (differences or values or left ^ right):
         console.print(f"{first} and {second} hold the same {len(left)} tensors, to the bit, and the same values")
         return 0

@@ -1,4 +1,4 @@
-"""The ranks of ``shardwise train`` and ``shardwise run`` on this host, and their restarts.
+"""The ranks of ``shardwise train`` and ``shardwise run`` on this host, and their restarts; ``shardwise prove``.
 
 They meet through a file in a folder of this user: nothing listens for them, and nothing is read from a socket here.
 """
@@ -12,26 +12,32 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
 from shardwise.cli import (
     ATTEMPT_VARIABLE,
+    COUNT,
     EXIT_CONFIG,
     EXIT_FAILED,
     EXIT_FINAL,
     LAUNCHER_VARIABLE,
+    SECONDS,
     STORE_VARIABLE,
+    SWITCH,
+    Row,
+    add_command,
 )
-from shardwise.consistency.liveness import host_id
+from shardwise.consistency.process_groups import host_id
 from shardwise.consistency.recorder import BLACK_BOX, PATTERN
 from shardwise.elastic.launcher import STUCK_S, ElasticTerms, Launcher
 from shardwise.errors import ConfigError, RankError
-from shardwise.formatting import format_ranks
+from shardwise.formatting import format_ranks, plain
 from shardwise.loop.launch import (
     LEAVE_S,
     Ended,
@@ -46,6 +52,8 @@ from shardwise.loop.launch import (
     run_ranks,
 )
 from shardwise.one_host import PREFIX, read_proc
+from shardwise.prove.compare import ProveOptions
+from shardwise.prove.run import compare_folders, prove
 from shardwise.recipes.config import TrainConfig, check_ranks
 
 _SAID = (EXIT_FAILED, EXIT_CONFIG, EXIT_FINAL)  # of a rank that has reported why
@@ -207,54 +215,47 @@ def job_of(environment: Mapping[str, str]) -> str | None:
 
 _CPU_RANKS = 2
 _HOSTS_RESTARTS = 9  # in the command for several hosts: torchrun's default of 0 outlives nothing
-STUCK_HELP = (
-    f"with --elastic: end a rank without progress while others wait, after S seconds (default: {STUCK_S:g}; 0: never)"
+# Options of ``run`` and ``train``, each with the defaults of its own.
+LAUNCH_OPTIONS: tuple[Row, ...] = (
+    (
+        "--max-restarts",
+        "start ranks again after a failure, up to K times; train: from the newest checkpoint that is whole; with --elastic: in "
+        "place of lost ones (default: 0)",
+        {"type": int, "metavar": "K"},
+    ),
+    ("--leave-s", f"seconds to leave, after a signal and the first rank (default: {LEAVE_S:g})", SECONDS),
+    ("--elastic", "go on, from memory, when ranks are killed", SWITCH),
+    ("--spares", "with --elastic: processes that wait to replace a lost rank (default: 0)", COUNT),
+    (
+        "--min-nproc",
+        "with --elastic: end when fewer are left (default: 1); train --max-restarts: restart on those that are left after some "
+        "were killed (default: on as many as before)",
+        {"type": int, "metavar": "M"},
+    ),
+    (
+        "--hang-after",
+        f"with --elastic: end a rank without progress while others wait, after S seconds (default: {STUCK_S:g}; 0: never)",
+        {**SECONDS, "dest": "stuck_after"},
+    ),
 )
-LEAVE_HELP = f"seconds to leave, after a signal and the first rank (default: {LEAVE_S:g})"
+_PROGRAM: Row = ("program", "a script and its arguments", {"nargs": argparse.REMAINDER, "metavar": "SCRIPT ARGS"})
 
 
-def add_run_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+def add_run_arguments(commands: Any) -> None:
     """Add ``run``."""
-    parser = commands.add_parser(
-        "run",
-        help="start your own script on several ranks of this host",
-        usage="shardwise run [-n N] [--max-restarts K] [--] SCRIPT ARGS ... | -m MODULE ARGS ...",
-        description="Start a script, or a module as python -m does, on ranks of this host. "
-        "dist.init_process_group() and fully_shard find what torchrun tells them. Nothing listens beyond loopback; signals "
-        "reach all ranks, the first error is shown once, and no process is left over.",
+    described = (
+        "Start a script, or a module as python -m does, on ranks of this host. dist.init_process_group() and fully_shard find "
+        "what torchrun tells them. Nothing listens beyond loopback; signals reach all ranks, the first error is shown once, "
+        "and no process is left over."
     )
-    parser.add_argument(
-        "-n",
-        "--nproc",
-        type=int,
-        metavar="N",
-        help=f"ranks (default: the number of GPUs; {_CPU_RANKS} where there is none)",
-    )
-    parser.add_argument(
-        "--max-restarts", type=int, default=0, metavar="K", help="start all ranks again after a failure (default: 0)"
-    )
-    parser.add_argument("--leave-s", type=float, default=LEAVE_S, metavar="S", help=LEAVE_HELP)
-    add_elastic_arguments(parser)
-    for name in ("--nnodes", "--node-rank", "--rdzv-endpoint"):  # torchrun's: an error says how it is called
-        parser.add_argument(name, default="1" if name == "--nnodes" else None, help=argparse.SUPPRESS)
-    parser.add_argument("-m", "--module", action="store_true", help="run the module of this name in place of a script")
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS", help="a script and its arguments")
-
-
-def add_elastic_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ranks that outlive each other."""
-    parser.add_argument(
-        "--elastic",
-        action="store_true",
-        help="go on, from memory, when ranks are killed; --max-restarts K then starts K processes in place of lost ones",
-    )
-    parser.add_argument(
-        "--spares", type=int, default=0, metavar="N", help="processes that wait to replace a lost rank (default: 0)"
-    )
-    parser.add_argument(
-        "--min-nproc", type=int, default=1, metavar="M", help="with --elastic: end when fewer are left (default: 1)"
-    )
-    parser.add_argument("--hang-after", dest="stuck_after", type=float, metavar="S", help=STUCK_HELP)
+    ranks = f"ranks (default: the number of GPUs; {_CPU_RANKS} where there is none)"
+    rows: list[Row] = [("-n --nproc", ranks, COUNT), *LAUNCH_OPTIONS]
+    # torchrun's: an error says how it is called
+    rows += [(name, argparse.SUPPRESS, {}) for name in ("--nnodes", "--node-rank", "--rdzv-endpoint")]
+    rows += [("-m --module", "run the module of this name in place of a script", SWITCH), _PROGRAM]
+    parser = add_command(commands, "run", ("start your own script on several ranks of this host", described), rows)
+    parser.usage = "shardwise run [-n N] [--max-restarts K] [--] SCRIPT ARGS ... | -m MODULE ARGS ..."
+    parser.set_defaults(max_restarts=0, leave_s=LEAVE_S, spares=0, min_nproc=1, nnodes="1")
 
 
 def run_run(arguments: argparse.Namespace) -> int:
@@ -341,3 +342,58 @@ def _conclude(outcome: ProgramOutcome, received: Sequence[int]) -> int:
     if any(outcome.records.glob(PATTERN)):
         print(f"shardwise: what each rank did last: shardwise diagnose {outcome.records}", file=sys.stderr)
     return failure.code if failure.code > 0 else 128 - failure.code
+
+
+# ---- ``shardwise prove``: is this training right?
+
+_OPTIONS: tuple[Row, ...] = (
+    ("-n --nproc", "ranks (default: %(default)s)", {**COUNT, "default": 2}),
+    ("--steps", "optimizer steps (default: %(default)s)", {"type": int, "metavar": "K"}),
+    ("--rtol", "a fault is X times what rounding does (default: %(default)g)", {"type": float, "metavar": "X"}),
+    ("--only", "compare modules and parameters of these names", {"metavar": "GLOB"}),
+    ("--keep", "keep the recordings there", {"type": Path, "metavar": "FOLDER"}),
+    ("--limit-s", "seconds of one run (default: %(default)g)", SECONDS),
+    ("--exact", "every difference of a bit is a fault", SWITCH),
+    ("--init", "compare initial values, too", SWITCH),
+    ("--strict", "notes about the script are faults", SWITCH),
+    ("--json", "print the verdict as JSON", SWITCH),
+    ("--compare", "compare two folders of shardwise.recorded in place of a script", SWITCH),
+    _PROGRAM,
+)
+
+
+def add_prove_arguments(commands: Any) -> None:
+    """Add ``prove``."""
+    described = (
+        "Run a script as it is, as plain data parallelism, and once more moved by rounding; name the first tensor that "
+        "differs. Exit code 0: right, 1: it differs, 2: it cannot be proven. The script runs three times: the second and third "
+        "time in a copy of this folder; what it writes outside of this folder is written three times."
+    )
+    text = "hold your training script against plain data parallelism"
+    parser = add_command(commands, "prove", (text, described), _OPTIONS)
+    parser.usage = "shardwise prove [-n N] [options] [--] SCRIPT ARGS ... | --compare A B"
+    parser.set_defaults(**asdict(ProveOptions()))
+
+
+def run_prove(arguments: argparse.Namespace) -> int:
+    """Print the verdict; return its code.  Raises: ConfigError."""
+    words: list[str] = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+    options = ProveOptions(**{each.name: getattr(arguments, each.name) for each in fields(ProveOptions)})
+    if arguments.nproc < 1 or options.steps < 1 or not options.rtol > 0 or not options.limit_s > 0:
+        raise ConfigError(
+            f"-n is {arguments.nproc}, --steps {options.steps}, --rtol {options.rtol:g}, --limit-s {options.limit_s:g}; "
+            "expected at least 1 rank and step, and positive limits"
+        )
+    if arguments.compare and len(words) != 2:
+        raise ConfigError(f"--compare takes two folders, found {words}")
+    if not arguments.compare and not (words and Path(words[0]).exists()):
+        raise ConfigError(f"shardwise prove: no such script: {words[:1]}. Name a script")
+    if arguments.compare:
+        verdict = compare_folders(Path(words[0]), Path(words[1]), options)
+    else:
+        verdict = prove(words, arguments.nproc, options, quiet=arguments.json)
+    if arguments.json:
+        print(json.dumps(verdict.as_dict(), indent=2))
+    else:
+        print("\n".join(map(plain, verdict.lines())), file=sys.stderr if verdict.reason else sys.stdout)
+    return verdict.code

@@ -21,12 +21,21 @@ from torch.cuda.nccl import version as nccl_version
 
 from shardwise import __version__
 from shardwise.checks.root import CHECKS, mode_of
-from shardwise.cli import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, check_extras, read_num_bytes
-from shardwise.cli.local_ranks import add_run_arguments, run_run
+from shardwise.cli import (
+    COUNT,
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    SIZE,
+    SWITCH,
+    Row,
+    add_command,
+    check_extras,
+)
+from shardwise.cli.local_ranks import add_prove_arguments, add_run_arguments, run_prove, run_run
 from shardwise.cli.plan import add_plan_arguments, run_plan
-from shardwise.cli.prove import add_prove_arguments, run_prove
-from shardwise.cli.train import add_train_arguments, read_train_request, with_config_file
-from shardwise.collectives.host.local_peers import HEADER_BYTES, Segment, can_share_memory
+from shardwise.cli.train import add_train_arguments, read_train_request, run_train, with_config_file
+from shardwise.collectives.local_peers import HEADER_BYTES, Segment, can_share_memory
 from shardwise.consistency.recorder import diagnose, find_records, in_words, last_job
 from shardwise.errors import ShardwiseError, did_you_mean
 from shardwise.formatting import drop_output, format_bytes, plain
@@ -171,15 +180,14 @@ def why_no_shared_memory() -> str:
 # ---- The options of ``shardwise info``.
 
 
-def add_info_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+def add_info_arguments(commands: Any) -> None:
     """Add ``info``."""
-    parser = commands.add_parser(
-        "info",
-        help="say what this host and installation offer",
-        description="Print versions, backends, devices, cores, and which transports work here and why others do not. "
-        "Nothing in it names the host or its user: paste it into a report of a bug.",
+    described = (
+        "Print versions, backends, devices, cores, and which transports work here and why others do not. Nothing in it names "
+        "the host or its user: paste it into a report of a bug."
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    row = ("--json", "print JSON", SWITCH)
+    add_command(commands, "info", ("say what this host and installation offer", described), [row])
 
 
 def run_info(arguments: argparse.Namespace) -> int:
@@ -266,105 +274,82 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
-    if arguments.command == "run":
-        return run_run(arguments)
-    if arguments.command == "diagnose":
-        return run_diagnose(arguments)
-    if arguments.command == "info":
-        return run_info(arguments)
-    if arguments.command == "prove":
-        return run_prove(arguments)
-    if arguments.command == "plan":
-        return run_plan(arguments)
-    if arguments.command == "checkpoint":
-        check_extras(("rich",), "checkpoint")
-        from shardwise.cli.checkpoint import run_checkpoint
-
-        return run_checkpoint(arguments)
-    from shardwise.cli.train import run_train
-
-    return run_train(read_train_request(arguments, os.environ), words)
-
-
 # ---- The options of ``shardwise checkpoint``: they must parse where rich, which its module needs, is not installed.
 
-PLACE = "a run, a folder of checkpoints, or one checkpoint"
+_PLACE = "a run, a folder of checkpoints, or one checkpoint"
+_OF_ONE: tuple[Row, ...] = (
+    ("path", _PLACE, {"metavar": "PATH"}),
+    ("--step", "the checkpoint after N steps (default: the newest)", COUNT),
+)
+_ACTIONS: Mapping[str, tuple[tuple[str, str], tuple[Row, ...]]] = {
+    "show": (
+        ("what a checkpoint holds: tensors, dtypes, shapes, sizes, values, files", ""),
+        (*_OF_ONE, ("--sums", "read every tensor, and show a sum of its bytes", SWITCH)),
+    ),
+    "verify": (
+        (
+            "compare every byte with its sum",
+            "Compare every byte of every checkpoint, or of that of --step, with the sums of its save. Exit code 1 if one is "
+            "not what was written.",
+        ),
+        _OF_ONE,
+    ),
+    "diff": (
+        (
+            "which tensors and values differ, and by how much",
+            "Compare two checkpoints by the names of tensors, whatever ranks and API saved them. Exit code 1 if they differ.",
+        ),
+        tuple((name, f"{_PLACE} (then its newest)", {"metavar": name.upper()}) for name in ("first", "second")),
+    ),
+    "export": (
+        (
+            "write a checkpoint for other tools",
+            "Write the model as Hugging Face has models (safetensors files and an index). Every byte that is read is verified.",
+        ),
+        (
+            *_OF_ONE,
+            ("out", "a folder for safetensors files", {"metavar": "OUT"}),
+            ("--key", "what the model was saved as (default: model)", {"default": "model", "metavar": "NAME"}),
+            ("--file-bytes", "most in one file (default: 5 GB)", {**SIZE, "default": 5 * 10**9}),
+        ),
+    ),
+    "convert": (
+        (
+            "make a checkpoint out of a DCP folder",
+            "Make a checkpoint out of a folder of torch.distributed.checkpoint. Nothing in it is run.",
+        ),
+        (
+            ("path", "a DCP folder", {"metavar": "PATH"}),
+            ("out", "a folder of checkpoints, maybe new", {"metavar": "OUT"}),
+            ("--step", "its step (default: by the name of PATH, else 0)", COUNT),
+        ),
+    ),
+}
 
 
-def add_checkpoint_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+def add_checkpoint_arguments(commands: Any) -> None:
     """Add ``checkpoint`` and its subcommands."""
-    parser = commands.add_parser(
-        "checkpoint",
-        help="look into checkpoints, verify and compare them",
-        description="Look into checkpoints, verify and compare them. Nothing in a checkpoint is run or changed.",
+    text = "look into checkpoints, verify and compare them"
+    described = "Look into checkpoints, verify and compare them. Nothing in a checkpoint is run or changed."
+    actions = add_command(commands, "checkpoint", (text, described), ()).add_subparsers(
+        dest="action", required=True, metavar="ACTION"
     )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    show = actions.add_parser("show", help="what a checkpoint holds: tensors, dtypes, shapes, sizes, values, files")
-    _add_place(show, "path")
-    show.add_argument("--sums", action="store_true", help="read every tensor, and show a sum of its bytes")
-    verify = actions.add_parser(
-        "verify",
-        help="compare every byte with its sum",
-        description="Compare every byte of every checkpoint, or of that of --step, with the sums of its save. Exit code 1 if "
-        "one is not what was written.",
-    )
-    _add_place(verify, "path")
-    diff = actions.add_parser(
-        "diff",
-        help="which tensors and values differ, and by how much",
-        description="Compare two checkpoints by the names of tensors, whatever ranks and API saved them. Exit code 1 if they "
-        "differ.",
-    )
-    for name in ("first", "second"):
-        diff.add_argument(name, metavar=name.upper(), help=f"{PLACE} (then its newest)")
-    export = actions.add_parser(
-        "export",
-        help="write a checkpoint for other tools",
-        description="Write the model as Hugging Face has models (safetensors files and an index). Every byte that is read is "
-        "verified.",
-    )
-    _add_place(export, "path")
-    export.add_argument("out", metavar="OUT", help="a folder for safetensors files")
-    export.add_argument(
-        "--key", default="model", metavar="NAME", help="what the model was saved as (default: %(default)s)"
-    )
-    export.add_argument(
-        "--file-bytes", type=read_num_bytes, default=5 * 10**9, metavar="SIZE", help="most in one file (default: 5 GB)"
-    )
-    convert = actions.add_parser(
-        "convert",
-        help="make a checkpoint out of a DCP folder",
-        description="Make a checkpoint out of a folder of torch.distributed.checkpoint. Nothing in it is run.",
-    )
-    convert.add_argument("path", metavar="PATH", help="a DCP folder")
-    convert.add_argument("out", metavar="OUT", help="a folder of checkpoints, maybe new")
-    convert.add_argument("--step", type=int, metavar="N", help="its step (default: by the name of PATH, else 0)")
-
-
-def _add_place(parser: argparse.ArgumentParser, name: str) -> None:
-    parser.add_argument(name, metavar=name.upper(), help=PLACE)
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint after N steps (default: the newest)")
+    for name, (texts, rows) in _ACTIONS.items():
+        add_command(actions, name, texts, rows)
 
 
 # ---- ``shardwise diagnose``: read the records of the ranks of a failed job, and explain what happened.
 
 
-def add_diagnose_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+def add_diagnose_arguments(commands: Any) -> None:
     """Add ``diagnose``."""
-    parser = commands.add_parser(
-        "diagnose",
-        help="say in plain words why a job failed or hangs",
-        description="Read the records that the ranks of a failed or hanging job have written (shardwise train into its run "
-        "folder, your own loop into the folder of shardwise.record), and say which failed first, and "
-        "who waits for whom.",
+    described = (
+        "Read the records that the ranks of a failed or hanging job have written (shardwise train into its run folder, your "
+        "own loop into the folder of shardwise.record), and say which failed first, and who waits for whom."
     )
-    parser.add_argument(
-        "folder",
-        metavar="FOLDER",
-        nargs="?",
-        help="a run folder, or the folder of shardwise.record (default: of your last shardwise run on this host)",
-    )
+    text = "a run folder, or the folder of shardwise.record (default: of your last shardwise run on this host)"
+    row = ("folder", text, {"metavar": "FOLDER", "nargs": "?"})
+    add_command(commands, "diagnose", ("say in plain words why a job failed or hangs", described), [row])
 
 
 def run_diagnose(arguments: argparse.Namespace) -> int:
@@ -381,6 +366,21 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
     for line in in_words(diagnose(records)):
         print(plain(line))
     return 0
+
+
+# Of the commands that are imported with this file; the others need packages that these do not.
+_RUNS = {"run": run_run, "diagnose": run_diagnose, "info": run_info, "prove": run_prove, "plan": run_plan}
+
+
+def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
+    if arguments.command == "checkpoint":
+        check_extras(("rich",), "checkpoint")
+        from shardwise.cli.checkpoint import run_checkpoint
+
+        return run_checkpoint(arguments)
+    if arguments.command == "train":
+        return run_train(read_train_request(arguments, os.environ), words)
+    return _RUNS[arguments.command](arguments)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from shardwise.cli import read_num_bytes
+from shardwise.cli import COUNT, SIZE, SWITCH, Row, add_command, add_options
 from shardwise.elastic.memory import describe_copies
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes
@@ -39,63 +39,56 @@ _GPT = "gpt-"
 _PRESETS = (*LLAMAS, *(_GPT + name for name in PRESETS))
 
 
-def add_plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Add ``plan``."""
-    parser = commands.add_parser(
-        "plan",
-        help="say what training a model on many ranks would hold and take, before it runs",
-        description="Compare strategies, meshes, sizes of units, recomputation and offload for a model on any number of ranks. "
-        "Needs no GPU, no other process and no memory for the model.",
-    )
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--preset", choices=_PRESETS, help="a model of known shape")
-    model.add_argument(
-        "--model-from",
-        metavar="MODULE:FUNCTION",
-        help="a function without arguments that makes the model; it is called on the meta device",
-    )
-    for name, default, meaning in (
-        ("ranks", 8, "ranks, those that split a block together included"),
-        ("batch", 1, "sequences of a microbatch, on each data-parallel rank"),
-        ("seq", 2048, "tokens of a sequence"),
-        ("accumulate", 1, "microbatches of a step"),
-        ("reproducible", 0, "microbatches of a step over all ranks, with `Reproducible`; 0: without"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning} (default: {default})")
-    parser.add_argument(
-        "--hosts", type=int, metavar="N", help="hosts that the ranks are on (default: as the hardware says)"
-    )
-    parser.add_argument(
-        "--hardware",
-        default="h100",
-        metavar="NAME",
-        help=f"{', '.join(HARDWARE)}, or a JSON file (default: h100)",
-    )
-    parser.add_argument(
-        "--precision", choices=("fp32", "bf16"), default="bf16", help="of the computation (default: bf16)"
-    )
-    words = f"{', '.join(OPTIMIZERS)}, in fp32, or yours as torchao.optim:AdamW8bit, which is measured (default: adamw)"
-    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help=words)
-    parser.add_argument(
+_OPTIONS: tuple[Row, ...] = (
+    *(
+        (f"--{name}", f"{text} (default: {default})", {**COUNT, "default": default})
+        for name, default, text in (
+            ("ranks", 8, "ranks, those that split a block together included"),
+            ("batch", 1, "sequences of a microbatch, on each data-parallel rank"),
+            ("seq", 2048, "tokens of a sequence"),
+            ("accumulate", 1, "microbatches of a step"),
+            ("reproducible", 0, "microbatches of a step over all ranks, with `Reproducible`; 0: without"),
+        )
+    ),
+    ("--hosts", "hosts that the ranks are on (default: as the hardware says)", COUNT),
+    ("--hardware", f"{', '.join(HARDWARE)}, or a JSON file (default: h100)", {"default": "h100", "metavar": "NAME"}),
+    ("--precision", "of the computation (default: bf16)", {"choices": ("fp32", "bf16"), "default": "bf16"}),
+    (
+        "--optimizer",
+        f"{', '.join(OPTIMIZERS)}, in fp32, or yours as torchao.optim:AdamW8bit, which is measured (default: adamw)",
+        {"default": "adamw", "metavar": "NAME"},
+    ),
+    (
         "--tp",
-        type=int,
-        nargs="+",
-        default=[1],
-        metavar="N",
-        help="numbers of ranks to split every block over: tensor parallelism (default: 1, none)",
-    )
-    parser.add_argument(
+        "numbers of ranks to split every block over: tensor parallelism (default: 1, none)",
+        {**COUNT, "nargs": "+", "default": [1]},
+    ),
+    (
         "--tp-plan",
-        metavar="MODULE:NAME",
-        help="with --model-from: what parallelize_module takes for one block of the model (a preset has its own)",
+        "with --model-from: what parallelize_module takes for one block of the model (a preset has its own)",
+        {"metavar": "MODULE:NAME"},
+    ),
+    ("--shard", "strategies to consider (default: all but DDP)", {"nargs": "+", "choices": STRATEGIES}),
+    ("--memory", "that a plan may fill on a rank (default: 92 %% of the device's)", SIZE),
+    ("--disk", "CPU ranks may have optimizer state on disk where nothing else fits", SWITCH),
+    ("--elastic", "also say what the copies of `run --elastic` hold", SWITCH),
+    ("--out", "write plan.json there", {"metavar": "FOLDER"}),
+)
+
+
+def add_plan_arguments(commands: Any) -> None:
+    """Add ``plan``."""
+    described = (
+        "Compare strategies, meshes, sizes of units, recomputation and offload for a model on any number of ranks. Needs no "
+        "GPU, no other process and no memory for the model."
     )
-    parser.add_argument("--shard", nargs="+", choices=STRATEGIES, help="strategies to consider (default: all but DDP)")
-    words = "that a plan may fill on a rank (default: 92 %% of the device's)"
-    parser.add_argument("--memory", type=read_num_bytes, metavar="SIZE", help=words)
-    words = "CPU ranks may have optimizer state on disk where nothing else fits"
-    parser.add_argument("--disk", action="store_true", help=words)
-    parser.add_argument("--elastic", action="store_true", help="also say what the copies of `run --elastic` hold")
-    parser.add_argument("--out", metavar="FOLDER", help="write plan.json there")
+    text = "say what training a model on many ranks would hold and take, before it runs"
+    parser = add_command(commands, "plan", (text, described), ())
+    model = parser.add_mutually_exclusive_group(required=True)
+    makes = "a function without arguments that makes the model; it is called on the meta device"
+    add_options(model, [("--preset", "a model of known shape", {"choices": _PRESETS})])
+    add_options(model, [("--model-from", makes, {"metavar": "MODULE:FUNCTION"})])
+    add_options(parser, _OPTIONS)
 
 
 def run_plan(arguments: argparse.Namespace) -> int:

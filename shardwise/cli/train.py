@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -27,19 +27,23 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardwise.cli import (
+    COUNT,
     EXIT_CONFIG,
     EXIT_FAILED,
     EXIT_FINAL,
     LAUNCHER_VARIABLE,
+    SIZE,
     STORE_VARIABLE,
+    SWITCH,
+    Row,
+    add_command,
+    add_options,
     check_extras,
     format_size,
-    read_num_bytes,
 )
 from shardwise.cli.local_ranks import (
-    LEAVE_HELP,
+    LAUNCH_OPTIONS,
     LEAVE_S,
-    STUCK_HELP,
     RestartPolicy,
     attempt_from,
     check_leave,
@@ -48,7 +52,6 @@ from shardwise.cli.local_ranks import (
     launch_ranks,
     read_stuck,
 )
-from shardwise.collectives.routes import TRANSPORTS
 from shardwise.collectives.streams import watch_device
 from shardwise.consistency.process_groups import check_peers
 from shardwise.consistency.store import default_store, wait_until
@@ -59,9 +62,7 @@ from shardwise.formatting import format_bytes, plain
 from shardwise.loop.launch import PATIENCE_S, end_with_parent, handled, is_lost_peer
 from shardwise.one_host import host_memory_bytes, stay_on_loopback, usable_cores
 from shardwise.recipes.config import (
-    DTYPES,
     PRESETS,
-    SHARDS,
     ModelShape,
     TrainConfig,
     check_config,
@@ -81,7 +82,7 @@ from shardwise.recipes.run_folder import (
     tokenizer_of,
     with_overrides,
 )
-from shardwise.recipes.sharding import STRATEGIES, RunRanks, check_memory
+from shardwise.recipes.sharding import RunRanks, check_memory
 
 # ---- SIGTERM and Ctrl-C while a run trains: the first asks it to save and leave, the second ends it at once.
 
@@ -133,21 +134,17 @@ class TrainRequest:
     only: str = ""
 
 
-def add_train_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+def add_train_arguments(commands: Any) -> None:
     """Add ``train``.  Options not given leave no attribute, so that --resume can tell them from defaults."""
-    parser = commands.add_parser(
-        "train",
-        help="train a byte-level GPT on text",
-        description="Train a byte-level GPT on text, on all local cores or GPUs, or under torchrun.",
-        argument_default=argparse.SUPPRESS,
-    )
+    described = "Train a byte-level GPT on text, on all local cores or GPUs, or under torchrun."
+    parser = add_command(commands, "train", ("train a byte-level GPT on text", described), ())
+    parser.argument_default = argparse.SUPPRESS
     _add_options(parser)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    _add_model_options(parser)
-    _add_training_options(parser)
-    _add_run_options(parser)
+    for title, rows in (("model", _MODEL), ("training", _training_options()), ("run", _RUN)):
+        add_options(parser.add_argument_group(title), rows)
 
 
 def with_config_file(arguments: argparse.Namespace, words: Sequence[str]) -> list[str]:
@@ -160,78 +157,20 @@ def with_config_file(arguments: argparse.Namespace, words: Sequence[str]) -> lis
     return ["train", *config_words(Path(given["config"]), resumes="resume" in given), *words[1:], "--config="]
 
 
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument("--model", dest="preset", choices=tuple(PRESETS), help="a preset of sizes (default: tiny)")
-    group.add_argument(
+_MODEL: tuple[Row, ...] = (
+    ("--model", "a preset of sizes (default: tiny)", {"dest": "preset", "choices": tuple(PRESETS)}),
+    (
         "--model-from",
-        metavar="MODULE:FUNCTION",
-        help="train the model that this function returns: int64 tokens (batch, seq) to logits (batch, seq, vocabulary); it is "
-        "given vocabulary and context if it has such parameters (default: shardwise's own GPT)",
-    )
-    for name, meaning in (
-        ("layers", "number of blocks"),
-        ("width", "features per position; divisible by --heads"),
-        ("heads", "attention heads"),
-        ("context", "bytes, or tokens, that the model sees at once"),
-        (
-            "experts",
-            "make the MLP of every block a mixture of N experts, each a unit (default: 0)",
-        ),
-        ("top-k", "experts that each position uses (default: 1)"),
-    ):
-        group.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
-
-
-_TRAINING: tuple[tuple[str, str, Mapping[str, Any]], ...] = (  # fields of TrainConfig, in the order of the help
-    ("shard", "; ".join(f"{name} = {strategy.summary}" for name, strategy in STRATEGIES.items()), {"choices": SHARDS}),
-    ("offload", "keep shards, gradients and optimizer state in host memory", {}),
-    ("recompute", "keep only the inputs of blocks for backward, and compute blocks again there", {}),
-    ("compile", "compile the attention and MLP of every block with torch.compile", {}),
-    (
-        "min_unit_bytes",
-        "merge neighbouring blocks until a unit has this many bytes of parameters, with --shard zero3, zero2 and hsdp; "
-        f"512k, 1.5M (powers of 1024); 0: never (default: {format_size(TrainConfig().min_unit_bytes)})",
-        {"type": read_num_bytes, "metavar": "SIZE"},
+        "train the model that this function returns: int64 tokens (batch, seq) to logits (batch, seq, vocabulary); it is given "
+        "vocabulary and context if it has such parameters (default: shardwise's own GPT)",
+        {"metavar": "MODULE:FUNCTION"},
     ),
-    (
-        "transport",
-        "how CPU ranks exchange tensors, with --shard zero3, zero2 and hsdp: auto = shared memory within a host, gloo = "
-        "messages, collective = gloo's collectives",
-        {"choices": TRANSPORTS},
-    ),
-    ("compile_backend", "the backend of torch.compile, with --compile", {"metavar": "NAME"}),
-    ("dtype", "type of the computation", {"choices": DTYPES}),
-    (
-        "data",
-        "a text, .jsonl or .parquet file, a folder of such files, or one that datasets.save_to_disk wrote (default: "
-        "Python's standard library)",
-        {},
-    ),
-    ("text_column", "of JSONL, Parquet and datasets: the text", {"metavar": "NAME"}),
-    ("tokenizer", "a tokenizer.json of the tokenizers package (default: bytes)", {}),
-    ("init", "begin with these safetensors weights, a file or a folder (default: random)", {}),
-    ("replicas", "whole copies of the model, with --shard hsdp", {}),
-    ("tp", "ranks that share the heads and columns of every block (tensor parallelism)", {}),
-    ("steps", "optimizer steps in all", {}),
-    ("batch", "sequences per step, of all ranks together", {}),
-    ("accumulate", "microbatches per step and rank", {}),
-    (
-        "reproducible",
-        "microbatches of a step over all ranks, V: the same bits at every number of ranks that divides V (default: 0, off)",
-        {"metavar": "V"},
-    ),
-    ("warmup", "steps of linear warm-up, before the cosine", {}),
-    ("seed", "of the weights, the order of the text and the sample", {}),
-    ("log_every", "steps between two lines of figures", {}),
-    ("eval_every", "steps between two validations", {}),
-    ("eval_windows", "windows of the validation text to measure", {}),
-    ("save_every", "steps between two checkpoints", {}),
-    ("keep", "checkpoints to keep", {}),
-    ("sample_bytes", "length of the sample at the end, in bytes or tokens", {}),
-    ("lr", "highest learning rate", {}),
-    ("weight_decay", "of AdamW, on matrices", {}),
-    ("clip", "largest norm of the gradients; 0: clip nothing", {}),
+    ("--layers", "number of blocks", COUNT),
+    ("--width", "features per position; divisible by --heads", COUNT),
+    ("--heads", "attention heads", COUNT),
+    ("--context", "bytes, or tokens, that the model sees at once", COUNT),
+    ("--experts", "make the MLP of every block a mixture of N experts, each a unit (default: 0)", COUNT),
+    ("--top-k", "experts that each position uses (default: 1)", COUNT),
 )
 _KINDS: Mapping[type, Mapping[str, Any]] = {  # of options, by the type of their defaults
     bool: {"action": argparse.BooleanOptionalAction},
@@ -242,57 +181,43 @@ _KINDS: Mapping[type, Mapping[str, Any]] = {  # of options, by the type of their
 }
 
 
-def _add_training_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("training")
-    for name, meaning, more in _TRAINING:
-        value = getattr(TrainConfig(), name)
-        if meaning != argparse.SUPPRESS and "(default: " not in meaning:
-            meaning += f" (default: {'off' if value is False else value})"
-        group.add_argument(f"--{name.replace('_', '-')}", help=meaning, **{**_KINDS[type(value)], **more})
+def _training_options() -> Iterator[Row]:
+    """Yield the fields of TrainConfig."""
+    for each in fields(TrainConfig):
+        if "text" in each.metadata:
+            text, value = each.metadata["text"], cast(Any, each.default)
+            more = SIZE if each.name == "min_unit_bytes" else each.metadata["more"]
+            if "(default: " not in text:
+                text += f" (default: {'off' if value is False else format_size(value) if more is SIZE else value})"
+            yield f"--{each.name.replace('_', '-')}", text, {**_KINDS[type(value)], **more}
 
 
-def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("run")
-    group.add_argument(
-        "--config",
-        metavar="FILE",
-        help="read options from this .toml file; options given beside it win",
-    )
-    group.add_argument("--print-config", action="store_true", help="print all options as TOML, and stop")
-    group.add_argument("--out", metavar="FOLDER", help="run folder, new or empty (default: runs/<time>)")
-    group.add_argument("--resume", metavar="RUN", help="continue this run folder from its last checkpoint")
-    group.add_argument(
-        "--nproc", type=int, metavar="N", help="local ranks (default: every GPU, or the CPU cores up to 2)"
-    )
-    group.add_argument(
-        "--max-restarts",
-        type=int,
-        metavar="N",
-        help="start ranks that failed again, up to N times, from the newest checkpoint that is whole (default: 0)",
-    )
-    group.add_argument(
-        "--min-nproc",
-        type=int,
-        metavar="M",
-        help="restart on the ranks that are left after some were killed, if M are (default: always on as many as before)",
-    )
-    group.add_argument(
-        "--elastic", action="store_true", help="go on from memory when ranks are killed, as shardwise run --elastic"
-    )
-    group.add_argument("--spares", type=int, metavar="N", help="with --elastic: waiting processes (default: 0)")
-    group.add_argument("--hang-after", type=float, metavar="S", help=STUCK_HELP)
-    group.add_argument("--leave-s", type=float, metavar="S", help=LEAVE_HELP)
-    group.add_argument(
-        "--trace", type=int, metavar="STEPS", help="record every call of STEPS steps after the first, one file per rank"
-    )
-    words = "with --reproducible: write digests of the parameters, outputs and gradients of every step to digests.jsonl"
-    group.add_argument("--record-digests", action="store_true", help=words)
-    words = "record digests, and end at the first step and tensor that differ from those of this run folder"
-    group.add_argument("--compare-with", metavar="RUN", help=words)
-    group.add_argument("--plan", action="store_true", help="say what the run would hold and take, and stop")
-    words = "of a rank (2GiB): plan the run, and choose what is recomputed or on disk such that it fits"
-    group.add_argument("--memory", type=read_num_bytes, metavar="SIZE", help=words)
-    group.add_argument("--device", choices=DEVICES, help="where to compute (default: auto = GPUs if there are any)")
+_RUN: tuple[Row, ...] = (
+    ("--config", "read options from this .toml file; options given beside it win", {"metavar": "FILE"}),
+    ("--print-config", "print all options as TOML, and stop", SWITCH),
+    ("--out", "run folder, new or empty (default: runs/<time>)", {"metavar": "FOLDER"}),
+    ("--resume", "continue this run folder from its last checkpoint", {"metavar": "RUN"}),
+    ("--nproc", "local ranks (default: every GPU, or the CPU cores up to 2)", COUNT),
+    *LAUNCH_OPTIONS,
+    (
+        "--trace",
+        "record every call of STEPS steps after the first, one file per rank",
+        {"type": int, "metavar": "STEPS"},
+    ),
+    (
+        "--record-digests",
+        "with --reproducible: write digests of the parameters, outputs and gradients of every step to digests.jsonl",
+        SWITCH,
+    ),
+    (
+        "--compare-with",
+        "record digests, and end at the first step and tensor that differ from those of this run folder",
+        {"metavar": "RUN"},
+    ),
+    ("--plan", "say what the run would hold and take, and stop", SWITCH),
+    ("--memory", "of a rank (2GiB): plan the run, and choose what is recomputed or on disk such that it fits", SIZE),
+    ("--device", "where to compute (default: auto = GPUs if there are any)", {"choices": DEVICES}),
+)
 
 
 def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, str]) -> TrainRequest:
@@ -356,8 +281,8 @@ def _read_terms(given: Mapping[str, Any], environment: Mapping[str, str]) -> Res
     spares, is_elastic = given.get("spares", 0), given.get("elastic", False)
     if spares < 0 or (spares and not is_elastic):
         raise ConfigError(f"--spares is {spares}, expected at least 0, together with --elastic.")
-    stuck_s = read_stuck(given.get("hang_after"))
-    if "hang_after" in given and not is_elastic:
+    stuck_s = read_stuck(given.get("stuck_after"))
+    if "stuck_after" in given and not is_elastic:
         raise ConfigError("--hang-after needs --elastic.")
     if least is not None and (least < 1 or not (most or is_elastic)):
         raise ConfigError(f"--min-nproc is {least}, expected at least 1, together with --max-restarts or --elastic.")
@@ -455,19 +380,17 @@ def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, 
             number = train_elastic(request.start, request.config, device, listening)
             dist.destroy_process_group()
             return 128 + number if number else 0
-        place = _meet(request, environment)
-        claim = lambda: place.store.add(_CLAIM, 1) == 1  # noqa: E731
+        (store, rank), num_ranks = _meet(request, environment), request.launched_ranks or 1
+        claim = lambda: store.add(_CLAIM, 1) == 1  # noqa: E731
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         if device_type == "cuda":  # our watch raises, and names; torch's would end the process by SIGABRT
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        dist.init_process_group(
-            backend, store=place.store, rank=place.rank, world_size=place.num_ranks, timeout=TIMEOUT
-        )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
         check_peers()
         watch_device(device)
         is_alone = request.launched_ranks is None
         listening = partial(stop_on_signals, second_ends=is_alone)
-        number = train(request.start, request.config, RunRanks(place.rank, place.num_ranks, device), listening)
+        number = train(request.start, request.config, RunRanks(rank, num_ranks, device), listening)
         dist.destroy_process_group()
         if number and is_alone:
             print(f"shardwise: ended by {signal.Signals(number).name}", file=sys.stderr)
@@ -481,26 +404,18 @@ def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, 
     return EXIT_FAILED
 
 
-@dataclass(frozen=True, slots=True)
-class _RankPlace:
-    """Where this process stands among the ranks, and the store through which they meet."""
-
-    store: dist.Store
-    rank: int
-    num_ranks: int
-
-
-def _meet(request: TrainRequest, environment: Mapping[str, str]) -> _RankPlace:
+def _meet(request: TrainRequest, environment: Mapping[str, str]) -> tuple[dist.Store, int]:
+    """Return the store through which the ranks meet, and the rank of this process."""
     if request.launched_ranks is None:
-        return _RankPlace(dist.HashStore(), 0, 1)
+        return dist.HashStore(), 0
     if STORE_VARIABLE not in environment:
-        found, rank, num_ranks = next(rendezvous("env://", timeout=TIMEOUT))
+        found, rank, _ = next(rendezvous("env://", timeout=TIMEOUT))
         # torchrun keeps its store from start to start; what it holds of earlier ones is not for these ranks
         count = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return _RankPlace(dist.PrefixStore(f"shardwise/{count}", found), rank, num_ranks)
+        return dist.PrefixStore(f"shardwise/{count}", found), rank
     store = dist.FileStore(environment[STORE_VARIABLE], request.launched_ranks)
     store.set_timeout(TIMEOUT)
-    return _RankPlace(store, int(environment["RANK"]), request.launched_ranks)
+    return store, int(environment["RANK"])
 
 
 def _choose_own_device(device_type: str, environment: Mapping[str, str]) -> torch.device:

@@ -14,21 +14,24 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer
-from shardwise.collectives.protocol import (
+from shardwise.collectives.routes import (
     Arithmetic,
+    ByBackend,
     CustomCollective,
     CustomCollectives,
     GatherEnds,
     Handle,
+    LeftOut,
+    Link,
     OnceHandle,
+    PassTracker,
     Scale,
     ScatterEnds,
     SumContents,
+    collectives_are_watched,
     resolve_scale,
 )
-from shardwise.collectives.routes import ByBackend, LeftOut, Link, PassTracker, collectives_are_watched
-from shardwise.collectives.streams import SideStream
+from shardwise.collectives.streams import BufferPool, PooledBuffer, SideStream
 from shardwise.consistency.failure_report import name_partners
 from shardwise.consistency.process_groups import FIRST, await_collective, outlast
 from shardwise.observe import EVERYBODY, listeners, note, now, remember, ring, tell, thread
@@ -253,18 +256,10 @@ class GroupCommunicator:
         self.custom = custom or CustomCollectives()
         self._passes = passes
         self._name = group.group_name
-        self._size = group.size()
-        self._rank = group.rank()
+        self.size = group.size()
+        self.rank = group.rank()
         # The scale of the last reduction, which is the same object in every step (``scale_of``), and its arithmetic.
-        self._resolved: tuple[Scale | None, Arithmetic] = None, resolve_scale(Scale(), self._size)
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def rank(self) -> int:
-        return self._rank
+        self._resolved: tuple[Scale | None, Arithmetic] = None, resolve_scale(Scale(), self.size)
 
     @property
     def gathers_to_pool(self) -> bool:
@@ -289,7 +284,7 @@ class GroupCommunicator:
         The side stream does not wait for the current stream; the engine orders it after writes to shards.
         """
         if listeners and tell("all-gather", "", ends):
-            return LeftOut(ends, self._size)
+            return LeftOut(ends, self.size)
         entry, custom = self._passes.entries.get(self._name), self.custom
         if entry is not None and not entry.has_no_link and custom.all_gather is None:
             link = self._passes.link(self.group, lambda link: link.takes_gather(ends))
@@ -299,11 +294,11 @@ class GroupCommunicator:
             return self._all_gather_on_stream(ends)
         shard = ends.shard()
         if custom.all_gather is None and not custom.allocates_from_group:
-            buffer = self.pool.acquire(shard.numel() * self._size * shard.dtype.itemsize, shard.dtype)
+            buffer = self.pool.acquire(shard.numel() * self.size * shard.dtype.itemsize, shard.dtype)
             packed = buffer.flat
             work = all_gather_single(packed, shard, self.group)
         else:
-            packed, buffer = self._buffer(shard.numel() * self._size, shard.dtype, custom.all_gather)
+            packed, buffer = self._buffer(shard.numel() * self.size, shard.dtype, custom.all_gather)
             work = self._start_gather(packed, shard, async_op=True)
         return HostWork(work, ends.deliver, packed, buffer, self.group, ends.take_over)
 
@@ -314,7 +309,7 @@ class GroupCommunicator:
         if fetch is not None:
             stream.wait_event(fetch.mark())
         with stream.run():
-            packed, buffer = self._buffer(shard.numel() * self._size, shard.dtype, self.custom.all_gather)
+            packed, buffer = self._buffer(shard.numel() * self.size, shard.dtype, self.custom.all_gather)
             work = self._start_gather(packed, shard, async_op=False)
             if work is not None:
                 work.wait()  # the side stream waits, not the host
@@ -359,13 +354,13 @@ class GroupCommunicator:
         """
         custom, dtype = self.custom, ends.dtype
         if custom.reduce_scatter is None and not custom.allocates_from_group:
-            buffer = self.pool.acquire(ends.section_numel * self._size * dtype.itemsize, dtype)
+            buffer = self.pool.acquire(ends.section_numel * self.size * dtype.itemsize, dtype)
             packed = buffer.flat
         else:
-            packed, buffer = self._buffer(ends.section_numel * self._size, dtype, custom.reduce_scatter)
+            packed, buffer = self._buffer(ends.section_numel * self.size, dtype, custom.reduce_scatter)
         ends.fill(packed)  # it also releases the gradients: from here on only the packed buffer has them
         if self._resolved[0] is not scale:
-            self._resolved = scale, resolve_scale(scale, self._size)
+            self._resolved = scale, resolve_scale(scale, self.size)
         by = self._resolved[1]
         if self.stream.is_concurrent:
             return self._reduce_scatter_on_stream(ends, by, packed, buffer)
@@ -431,7 +426,7 @@ class GroupCommunicator:
             with self.stream.run():
                 self.all_reduce_here(tensor, scale)
             return InPlaceStreamWork(self.stream)
-        by, checksum = resolve_scale(scale, self._size), None if contents is None else contents.checksum
+        by, checksum = resolve_scale(scale, self.size), None if contents is None else contents.checksum
         summed = tensor if checksum is None else checksum.put()
         if by.before is not None:
             summed.div_(by.before)
@@ -441,14 +436,13 @@ class GroupCommunicator:
             if by.after is not None:
                 summed.div_(by.after)
             if checksum is not None:
-                divisor = float(self._size) if scale.divisor is None else scale.divisor
-                checksum.check(1.0 / divisor, dist.get_process_group_ranks(self.group), dist.get_rank())
+                checksum.check(1.0 / scale.over(self.size), dist.get_process_group_ranks(self.group), dist.get_rank())
 
         return HostWork(work, end, summed, None, self.group)
 
     def all_reduce_here(self, tensor: torch.Tensor, scale: Scale) -> None:
         """All-reduce ``tensor`` in place on the current stream; on the host, wait for the result."""
-        by = resolve_scale(scale, self._size)
+        by = resolve_scale(scale, self.size)
         if by.before is not None:
             tensor.div_(by.before)
         if self.stream.is_concurrent:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from shardwise import torch_private
 from shardwise.arguments import explains_fields
-from shardwise.collectives.buffer_pool import BufferPool
 from shardwise.collectives.c10d import (
     GroupCommunicator,
     HostWork,
@@ -27,19 +26,21 @@ from shardwise.collectives.c10d import (
     all_gather_single,
     all_to_all_rows,
 )
-from shardwise.collectives.protocol import (
+from shardwise.collectives.routes import (
     BucketEnds,
     CustomCollectives,
     GatherEnds,
     Handle,
+    LeftOut,
     NamedTensor,
+    PassTracker,
     Scale,
     ScatterEnds,
     SectionContents,
     SumContents,
+    section_parts,
 )
-from shardwise.collectives.routes import LeftOut, PassTracker, section_parts
-from shardwise.collectives.streams import SideStream
+from shardwise.collectives.streams import BufferPool, SideStream
 from shardwise.consistency.process_groups import await_collective
 from shardwise.errors import ConfigError
 from shardwise.layout import Bucket, align
@@ -635,11 +636,8 @@ class CompressedCommunicator(GroupCommunicator):
     def _deliver_sum(self, ends: ScatterEnds, section: CodedSection, received: torch.Tensor, scale: Scale) -> None:
         total = section.sum_of(received).view(-1)
         target = ends.target()
-        target.copy_(total.div_(self._divisor(scale)))
+        target.copy_(total.div_(scale.over(self.size)))
         ends.deliver(target)
-
-    def _divisor(self, scale: Scale) -> float:
-        return float(self.size) if scale.divisor is None else scale.divisor
 
     def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Handle:
         """All-reduce in place: each rank sums one coded part, codes the sum again, and sends it to all."""
@@ -689,7 +687,7 @@ class CompressedCommunicator(GroupCommunicator):
         self._compression.store_residuals(whole, section, params)
         self._complete(all_gather_single(received.view(-1), result.view(-1), self.group, is_async))
         code.decode_run(received[:, :coded_bytes], numel, 0, rows)
-        section.put_coded(whole.div_(self._divisor(scale)), tensor.view(1, -1))
+        section.put_coded(whole.div_(scale.over(self.size)), tensor.view(1, -1))
         for _, buffer in taken:
             buffer.release()
 

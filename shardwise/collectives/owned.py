@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import io
+from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def assign_owners(numels: Sequence[int], num_ranks: int, loads: Sequence[int] = 
         >>> assign_owners([9, 7, 5, 3], 2)
         (0, 1, 1, 0)
     """
-    heap = [(load, rank) for rank, load in enumerate(_checked_loads(num_ranks, loads))]
+    heap = [(load, rank) for rank, load in enumerate(loads or [0] * num_ranks)]
     heapq.heapify(heap)
     owners = [0] * len(numels)
     for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
@@ -82,14 +83,6 @@ def add_loads(loads: Sequence[int], slices: Sequence[OwnedSlice]) -> tuple[int, 
     return tuple(total)
 
 
-def _checked_loads(num_ranks: int, loads: Sequence[int]) -> Sequence[int]:
-    if num_ranks < 1:
-        raise ConfigError(f"num_ranks is {num_ranks}, expected at least 1")
-    if loads and len(loads) != num_ranks:
-        raise ConfigError(f"loads has {len(loads)} entries, expected one per rank ({num_ranks})")
-    return loads or [0] * num_ranks
-
-
 # ---- Equally many elements to each owner rank: for optimizers that treat every element separately.
 
 ALIGNMENT_NUMEL = 64  # one cache line of the smallest dtype, 256 bytes of float32
@@ -110,8 +103,6 @@ def even_ranges(numel: int, num_ranks: int, block: int = ALIGNMENT_NUMEL, loads:
         >>> even_ranges(10, 3, block=2)
         [range(0, 4), range(4, 8), range(8, 10)]
     """
-    if num_ranks < 1 or block < 1:
-        raise ConfigError(f"num_ranks is {num_ranks} and block is {block}, expected at least 1")
     base, extra = divmod(numel // block, num_ranks)
     tail = numel % block
     totals = list(loads) if loads else [0] * num_ranks
@@ -564,10 +555,8 @@ def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup | Non
 
 
 def _alternate(calls: Sequence[Broadcast]) -> tuple[Broadcast, ...]:
-    turns: dict[int, int] = {}
-    keyed: list[tuple[int, int, Broadcast]] = []
+    turns, keyed = Counter[int](), list[tuple[int, int, Broadcast]]()
     for call in calls:
-        turn = turns.get(call.owner, 0)
-        turns[call.owner] = turn + 1
-        keyed.append((turn, call.owner, call))
+        keyed.append((turns[call.owner], call.owner, call))
+        turns[call.owner] += 1
     return tuple(call for _, _, call in sorted(keyed, key=lambda item: item[:2]))

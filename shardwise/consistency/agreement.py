@@ -33,8 +33,7 @@ from shardwise.consistency.failure_report import (
     watch_waits,
     why_failed,
 )
-from shardwise.consistency.liveness import announce, enable_keepalive, is_gone
-from shardwise.consistency.process_groups import check_peers, patience_s
+from shardwise.consistency.process_groups import announce, check_peers, enable_keepalive, is_gone, patience_s
 from shardwise.consistency.store import LOOK_S, JobStore, default_store, wait_until
 from shardwise.errors import DesyncError, ShardwiseError, StateError, TransportError
 from shardwise.formatting import format_ranks, ranks_by_text

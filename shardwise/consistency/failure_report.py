@@ -28,33 +28,29 @@ import torch
 import torch.distributed as dist
 
 from shardwise.consistency import store as alarm
-from shardwise.consistency.liveness import (
+from shardwise.consistency.process_groups import (
+    abort_all_connections,
+    abort_connections,
+    collectives_begun,
+    groups_within,
     host_timeout_s,
     is_elsewhere,
     is_gone,
     mark_left,
     tells_of_lost_host,
 )
-from shardwise.consistency.process_groups import (
-    abort_all_connections,
-    abort_connections,
-    collectives_begun,
-    groups_within,
-)
-from shardwise.consistency.rank_status import (
+from shardwise.consistency.recorder import (
+    NOTHING_MOVES,
     RankStatus,
     awaited_groups,
     deadlocked,
-    status_at,
-    status_from_text,
-    statuses_in_words,
-)
-from shardwise.consistency.recorder import (
-    NOTHING_MOVES,
     excepthook,
     lines_of,
     lines_of_trace,
     place_of_records,
+    status_at,
+    status_from_text,
+    statuses_in_words,
     write_all,
 )
 from shardwise.consistency.store import (
@@ -254,7 +250,7 @@ _MOST_REQUESTED = 64
 _STAY_S = 6.0  # seconds for the others to end, too
 _LINGER_S = 2.0  # seconds for those that have reported their failure and live on
 
-exit_hooks: list[Callable[[], None]] = []  # called when this process exits after an error; modules append their hooks
+exit_hooks: list[Callable[[], object]] = []  # called when this process exits after an error; modules append their hooks
 # Of this process: the store of its job, and whether an error has ended the program (with the process it was in).
 _stores: dict[int, dist.Store] = {}
 _is_leaving: list[int] = []

@@ -221,13 +221,6 @@ class JobStore:
         """Append ``text`` to the value of ``key``."""
         self._query(lambda: cast(Any, self._store).append(key, text))  # not in the stub
 
-    def delete(self, key: str) -> None:
-        """Delete ``key`` if the store supports it."""
-        try:
-            self._query(lambda: self._store.delete_key(key))
-        except (RuntimeError, NotImplementedError):
-            return  # a few hundred bytes stay
-
     def _query(self, request: Callable[[], _T]) -> _T:
         try:
             return request() if self._thread is None else self._thread.query(request, self._patience_s)

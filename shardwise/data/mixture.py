@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset
 
 from shardwise.data.order import whole_weights
 from shardwise.errors import ArgumentTypeError, ConfigError
-from shardwise.random_state import RandomState, set_seed
+from shardwise.one_host import RandomState, set_seed
 
 _NUM_DIGESTED = 100
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from shardwise.errors import ConfigError
-from shardwise.random_state import set_seed
+from shardwise.one_host import set_seed
 
 Numbers = NDArray[np.int64]
 _MOST_ROUNDS = 8  # each one adds to a half of the number what a hash makes of the other half

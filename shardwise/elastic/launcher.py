@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.consistency.rank_status import RankStatus, statuses_in_words
+from shardwise.consistency.recorder import RankStatus, statuses_in_words
 from shardwise.elastic.membership import VARIABLE, Generation
 from shardwise.elastic.process import MOST_BYTES
 from shardwise.errors import ConfigError, RankError

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise.consistency.liveness import host_id, own_sockets
-from shardwise.consistency.process_groups import check_peers, gather_objects, group_of
+from shardwise.consistency.process_groups import check_peers, gather_objects, group_of, host_id, own_sockets
 from shardwise.consistency.store import wait_until
 from shardwise.elastic.keeper import Keeper, line_of
 from shardwise.elastic.membership import Generation, backend

@@ -18,7 +18,7 @@ from shardwise import torch_private
 from shardwise.arguments import Extent, find_shared
 from shardwise.collectives.compressed import Compression, CompressionPolicy
 from shardwise.collectives.streams import accelerator_type
-from shardwise.consistency.liveness import announce
+from shardwise.consistency.process_groups import announce
 from shardwise.consistency.store import are_threads, default_store
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.attachment import (

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardwise.collectives.buffer_pool import BufferPool, keep_heap
 from shardwise.collectives.c10d import GroupCommunicator
 from shardwise.collectives.routes import LinkSource, PassTracker, Transport
-from shardwise.collectives.streams import CommStreams, device_of
+from shardwise.collectives.streams import BufferPool, CommStreams, device_of, keep_heap
 
 
 @dataclass(slots=True)

@@ -26,8 +26,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from shardwise import torch_private
-from shardwise.collectives.protocol import Handle
-from shardwise.collectives.routes import PassKind
+from shardwise.collectives.routes import Handle, PassKind
 from shardwise.consistency.process_groups import largest_words
 from shardwise.errors import StateError, TransportError
 from shardwise.formatting import format_ranks

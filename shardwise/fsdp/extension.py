@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import BufferPool
-from shardwise.collectives.protocol import BucketEnds, Communicator, GatherEnds, Handle
-from shardwise.collectives.streams import device_of
+from shardwise.collectives.c10d import GroupCommunicator
+from shardwise.collectives.routes import BucketEnds, GatherEnds, Handle
+from shardwise.collectives.streams import BufferPool, device_of
 from shardwise.consistency.process_groups import mesh_of_one
 from shardwise.errors import LayoutError
 from shardwise.fsdp.full_buffer import FullBuffer
@@ -87,7 +87,7 @@ class ExtensionParams:
             param.full = None
             param.is_hooked = False
 
-    def gather(self, plain: GatherEnds | None, comm: Communicator | None, pool: BufferPool) -> Handle | None:
+    def gather(self, plain: GatherEnds | None, comm: GroupCommunicator | None, pool: BufferPool) -> Handle | None:
         """Launch one all-gather of the plain shards and the extensions' inputs; if ``comm`` is None, copy them."""
         ends = _MixedEnds(self, plain, pool)
         if comm is None:

@@ -14,10 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import BufferPool, suballocate_all
-from shardwise.collectives.protocol import BucketEnds
-from shardwise.collectives.routes import link_providers
-from shardwise.collectives.streams import Device, device_of
+from shardwise.collectives.routes import BucketEnds, link_providers
+from shardwise.collectives.streams import BufferPool, Device, device_of, suballocate_all
 from shardwise.errors import LayoutError, StateError
 from shardwise.fsdp.full_buffer import FullBuffer
 from shardwise.fsdp.param import ShardedParam

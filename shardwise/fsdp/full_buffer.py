@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer
+from shardwise.collectives.streams import BufferPool, PooledBuffer
 from shardwise.fsdp.param import ShardedParam
 from shardwise.layout import row_major
 

@@ -13,9 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import is_own
-from shardwise.collectives.protocol import MOST_RANKS, Handle, ReductionChecksum, Scale
-from shardwise.collectives.streams import SideStream
+from shardwise.collectives.routes import MOST_RANKS, Handle, ReductionChecksum, Scale
+from shardwise.collectives.streams import SideStream, is_own
 from shardwise.fsdp.flat_buffer import KEPT_BYTES, GradientSection, ReduceLayout, as_gradient
 from shardwise.fsdp.local_gradients import Gradients, change_by_hooks
 from shardwise.fsdp.param import ShardedParam

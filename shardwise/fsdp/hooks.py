@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.collectives.owned import broadcast_from_first
-from shardwise.consistency.liveness import refuse_forked
+from shardwise.consistency.process_groups import refuse_forked
 from shardwise.containers import Args, Conversion, Kwargs, tensors_in
 from shardwise.errors import StateError
 from shardwise.fsdp.attachment import Attachment, attachment_of

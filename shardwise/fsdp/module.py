@@ -16,8 +16,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from shardwise import torch_private
 from shardwise.arguments import check_whole
-from shardwise.collectives.protocol import CustomCollective
-from shardwise.collectives.routes import Transport, check_transport
+from shardwise.collectives.routes import CustomCollective, Transport, check_transport
 from shardwise.consistency.process_groups import group_of
 from shardwise.errors import ConfigError, StateError, UsageError, did_you_mean
 from shardwise.fsdp.attachment import Attachment, attachment_of, roots_to_come

@@ -12,8 +12,8 @@ from torch import nn
 
 from shardwise.collectives.c10d import GroupCommunicator
 from shardwise.collectives.compressed import Coding, CompressedCommunicator
-from shardwise.collectives.protocol import CustomCollectives
 from shardwise.collectives.routes import (
+    CustomCollectives,
     LinkProvider,
     LinkUsers,
     Transport,

@@ -11,8 +11,7 @@ import torch
 
 from shardwise.collectives.c10d import OrderedSums
 from shardwise.collectives.compressed import Compression
-from shardwise.collectives.protocol import CustomCollectives
-from shardwise.collectives.routes import Transport
+from shardwise.collectives.routes import CustomCollectives, Transport
 from shardwise.fsdp.flat_buffer import ParamStorage
 from shardwise.fsdp.mesh import MeshAxes
 from shardwise.fsdp.precision import MixedPrecisionPolicy

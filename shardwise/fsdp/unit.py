@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.collectives.compressed import Coding, takes
-from shardwise.collectives.protocol import Handle
+from shardwise.collectives.routes import Handle
 from shardwise.consistency.failure_report import concerns_others
 from shardwise.errors import StateError
 from shardwise.fsdp.backward import NOWHERE, Place, UnitBackward

@@ -16,10 +16,9 @@ import torch
 from torch import nn
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import suballocate_all
 from shardwise.collectives.c10d import fetch_alone
-from shardwise.collectives.protocol import Handle
-from shardwise.collectives.routes import Link
+from shardwise.collectives.routes import Handle, Link
+from shardwise.collectives.streams import suballocate_all
 from shardwise.errors import StateError
 from shardwise.fsdp.comm_context import UnitComm
 from shardwise.fsdp.extension import ExtensionParams

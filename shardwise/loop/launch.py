@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType, TracebackType
@@ -557,7 +558,7 @@ def start_user_program() -> None:
     sys.argv = words
     if isinstance(sys.stdout, io.TextIOWrapper):  # each line by one write: ranks share this file
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    sys.excepthook = _Reporter(Path(claim), None if kind != "call" else Path(words[0]))
+    sys.excepthook = partial(_report, Path(claim), None if kind != "call" else Path(words[0]))
     Recorder(Path(records), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])).open()
     try:
         if kind == "call":
@@ -575,43 +576,40 @@ def start_user_program() -> None:
         raise
 
 
-class _Reporter:
+def _report(
+    claim: Path, call: Path | None, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """Report an exception that ends this rank, unless another rank has reported one: all would say the same.
 
     Args:
         claim: the link that the first rank makes.  call: the file of a pickled call, beside which its error is written.
     """
-
-    def __init__(self, claim: Path, call: Path | None) -> None:
-        self._claim, self._call = claim, call
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, KeyboardInterrupt):
-            return
-        # A thread of the user's that goes on would keep all ranks waiting.
-        leave = threading.Timer(EXIT_S, os._exit, [1])
-        leave.daemon = True
-        leave.start()
-        if is_lost_peer(error):
-            time.sleep(PATIENCE_S)
-        rank = os.environ["RANK"]
-        try:
-            os.symlink(rank, self._claim)
-        except FileExistsError:
-            return
-        while trace is not None and trace.tb_frame.f_code.co_filename in _OUTSIDE:
-            trace = trace.tb_next
-        text = "".join(traceback.format_exception(kind, error, trace)) if kind is not SystemExit else f"{error}\n"
-        if self._call is None:
-            name = "process" if "SHARDWISE_ELASTIC" in os.environ else "rank"
-            sys.stderr.write(f"shardwise: {name} {rank} raised:\n{text}")
-            return
-        try:
-            whole = pickle.dumps((error, text))
-            pickle.loads(whole)
-        except Exception:  # an exception that cannot travel: its text does
-            whole = pickle.dumps((None, text))
-        self._call.with_name("error").write_bytes(whole)
+    if issubclass(kind, KeyboardInterrupt):
+        return
+    # A thread of the user's that goes on would keep all ranks waiting.
+    leave = threading.Timer(EXIT_S, os._exit, [1])
+    leave.daemon = True
+    leave.start()
+    if is_lost_peer(error):
+        time.sleep(PATIENCE_S)
+    rank = os.environ["RANK"]
+    try:
+        os.symlink(rank, claim)
+    except FileExistsError:
+        return
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OUTSIDE:
+        trace = trace.tb_next
+    text = "".join(traceback.format_exception(kind, error, trace)) if kind is not SystemExit else f"{error}\n"
+    if call is None:
+        name = "process" if "SHARDWISE_ELASTIC" in os.environ else "rank"
+        sys.stderr.write(f"shardwise: {name} {rank} raised:\n{text}")
+        return
+    try:
+        whole = pickle.dumps((error, text))
+        pickle.loads(whole)
+    except Exception:  # an exception that cannot travel: its text does
+        whole = pickle.dumps((None, text))
+    call.with_name("error").write_bytes(whole)
 
 
 # ---- A function of a notebook on the ranks of this host.

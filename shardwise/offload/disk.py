@@ -20,7 +20,7 @@ import torch
 from shardwise import torch_private
 from shardwise.arguments import explains_fields
 from shardwise.checkpoint.format import BLOCK_BYTES, sum_of
-from shardwise.collectives.buffer_pool import limit_heap
+from shardwise.collectives.streams import limit_heap
 from shardwise.consistency.agreement import open_store_gather
 from shardwise.consistency.failure_report import publish_failure
 from shardwise.errors import ConfigError, StateError

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from shardwise import torch_private
 from shardwise.arguments import check_kind, explains_fields
-from shardwise.collectives.buffer_pool import limit_heap
+from shardwise.collectives.streams import limit_heap
 from shardwise.consistency.agreement import open_store_gather
 from shardwise.containers import tensors_in
 from shardwise.errors import ConfigError

@@ -24,8 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise import torch_private
 from shardwise.checkpoint.format import BLOCK_BYTES
-from shardwise.collectives.buffer_pool import suballocate_all
-from shardwise.collectives.streams import device_of
+from shardwise.collectives.streams import device_of, suballocate_all
 from shardwise.consistency.agreement import open_store_gather
 from shardwise.consistency.failure_report import publish_failure
 from shardwise.errors import ArgumentTypeError, ConfigError, ShardwiseError, StateError

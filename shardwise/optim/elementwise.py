@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import are_neighbours, join_from, suballocate
 from shardwise.collectives.owned import sum_of
+from shardwise.collectives.streams import are_neighbours, join_from, suballocate
 from shardwise.errors import ConfigError, StateError
 from shardwise.optim.slices import (
     Closure,
@@ -28,8 +28,14 @@ from shardwise.optim.slices import (
     loss_of,
     state_of_slice,
 )
-from shardwise.optim.state_dict import load_indexed, unwrap
-from shardwise.optim.sums import SumsOverRanks, per_element_of, states_after_zeros, why_not_elementwise
+from shardwise.optim.state_dict import (
+    SumsOverRanks,
+    load_indexed,
+    per_element_of,
+    states_after_zeros,
+    unwrap,
+    why_not_elementwise,
+)
 
 # ---- Runs: slices that are contiguous in memory, with contiguous gradients, updated as one 1-D tensor.
 # Runs are found by address only, independent of FSDP units: shards and gradients in flat memory get one update per run,
@@ -284,13 +290,7 @@ class ElementwiseStep:
 
     is_elementwise = True
 
-    def __init__(
-        self,
-        make: MakeOptimizer,
-        groups: Sequence[tuple[Params, Mapping[str, Any]]],
-        is_flat: bool,
-        is_known: bool = True,
-    ) -> None:
+    def __init__(self, make: MakeOptimizer, groups: Groups, is_flat: bool, is_known: bool = True) -> None:
         self._make = make
         self._is_flat = is_flat
         self._is_known = is_known
@@ -543,7 +543,7 @@ class SummedStep(ElementwiseStep):
     Raises: ConfigError if the parameters are not all sharded over the same ranks.
     """
 
-    def __init__(self, make: MakeOptimizer, groups: Sequence[tuple[Params, Mapping[str, Any]]]) -> None:
+    def __init__(self, make: MakeOptimizer, groups: Groups) -> None:
         # No joins: a rank whose memory lies differently would have other runs, and so other sums.
         super().__init__(make, groups, is_flat=False, is_known=False)
         self._places = _places_of([params for params, _ in groups], type(self.optimizer).__name__)

@@ -28,11 +28,11 @@ from shardwise.fsdp.clip import Limit, Part, clip_parts, part_of, refuse_fixed_s
 from shardwise.observe import note
 from shardwise.optim.elementwise import ElementwiseStep, SummedStep, empty_states
 from shardwise.optim.slices import (
+    Groups,
     MakeOptimizer,
     Members,
     Offload,
     OptimizerBackend,
-    Params,
     ParamSlice,
     UpdateRule,
     call_hooks,
@@ -50,6 +50,7 @@ from shardwise.optim.state_dict import (
     HeldState,
     NamedGroup,
     OwnGroup,
+    Probe,
     StateForm,
     copy_options,
     full_value,
@@ -58,9 +59,9 @@ from shardwise.optim.state_dict import (
     refuse_other_state,
     step_in_sync,
     synced_options,
+    why_other_class,
     wrap,
 )
-from shardwise.optim.sums import takes_sums, why_not_cut, why_other_class
 from shardwise.optim.whole_matrix import WholeMatrixStep
 
 # ---- Plain parameters whose gradients nothing averages: the model was sharded by no API, and each rank trains one of its own.
@@ -127,23 +128,20 @@ def _sketch_of(params: Mapping[str, torch.Tensor]) -> tuple[str, Sketch] | None:
 
 
 def make_backend(
-    make: MakeOptimizer,
-    optimizer_class: type[Optimizer],
-    groups: Sequence[tuple[Params, Mapping[str, Any]]],
-    declared: UpdateRule | None,
-    is_flat: bool,
+    make: MakeOptimizer, optimizer_class: type[Optimizer], groups: Groups, declared: UpdateRule | None, is_flat: bool
 ) -> OptimizerBackend:
     """Return the backend that runs ``optimizer_class`` over ``groups``.
 
     Raises: ConfigError if none would be right.
     """
     is_plain = not any(map(_is_sharded_kind, (slices for params, _ in groups for slices in params)))
-    has_sums, device = False, local_of(groups[0][0][0][0]).device
+    has_sums = False
     try:
         rule = update_rule(optimizer_class, declared)
         if rule == "elementwise" and not is_known(optimizer_class):
-            _check_cut(make, optimizer_class, groups[0][1], device)
-            has_sums = takes_sums(make, groups[0][1], device)
+            probe = Probe(make, groups[0][1], local_of(groups[0][0][0][0]).device)
+            _check_cut(probe, optimizer_class.__name__)
+            has_sums = probe.takes_sums()
     except ConfigError:
         if not is_plain or reason_for_refusal(optimizer_class) is not None:
             raise
@@ -159,15 +157,12 @@ def _is_sharded_kind(slices: Sequence[ParamSlice]) -> bool:
     return isinstance(slices[0].param, DTensor) or is_sharded_tensor(slices[0].param)
 
 
-def _check_cut(
-    make: MakeOptimizer, optimizer_class: type[Optimizer], options: Mapping[str, Any], device: torch.device
-) -> None:
-    name = optimizer_class.__name__
+def _check_cut(probe: Probe, name: str) -> None:
     advice = (
         "update='whole_matrix' gathers each parameter to one rank for the step, which is right for any such optimizer"
     )
     try:
-        reason = why_not_cut(make, options, device)
+        reason = probe.why_not_cut()
     except Exception as error:
         raise ConfigError(
             f"{name} is declared 'elementwise' but cannot step on parts of tensors ({error}); {advice}"

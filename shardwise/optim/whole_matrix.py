@@ -24,6 +24,7 @@ from shardwise.errors import DesyncError, StateError
 from shardwise.formatting import format_ranks
 from shardwise.optim.slices import (
     Closure,
+    Groups,
     MakeOptimizer,
     Params,
     ParamSlice,
@@ -38,8 +39,7 @@ from shardwise.optim.slices import (
     loss_of,
     step_cost,
 )
-from shardwise.optim.state_dict import full_value, load_indexed, misfit
-from shardwise.optim.sums import states_after_zeros
+from shardwise.optim.state_dict import full_value, load_indexed, misfit, states_after_zeros
 from shardwise.torch_private import ShardedTensor
 
 # ---- Exchanges of whole matrices whose errors name the missing rank.
@@ -225,12 +225,7 @@ class WholeMatrixStep:
 
     is_elementwise = False
 
-    def __init__(
-        self,
-        make: MakeOptimizer,
-        optimizer_class: type[Optimizer],
-        groups: Sequence[tuple[Params, Mapping[str, Any]]],
-    ) -> None:
+    def __init__(self, make: MakeOptimizer, optimizer_class: type[Optimizer], groups: Groups) -> None:
         self._make = make
         self._optimizer_class = optimizer_class
         self._check(groups)
@@ -243,7 +238,7 @@ class WholeMatrixStep:
             [{**options, "params": params} for params, (_, options) in zip(leaves, groups, strict=True)]
         )
 
-    def _check(self, groups: Sequence[tuple[Params, Mapping[str, Any]]]) -> None:
+    def _check(self, groups: Groups) -> None:
         # Each owner has only its own matrices, but what the class refuses must be refused on every rank.
         if not any(is_sharded(slices[0].param) for params, _ in groups for slices in params):
             return

@@ -523,14 +523,9 @@ class Profile:
 
 
 def _scaled(stretch: Stretch, factor: float) -> Stretch:
-    done = stretch.work
-    work = replace(
-        done,
-        flops=done.flops * factor,
-        traffic_bytes=done.traffic_bytes * factor,
-        ring_bytes=done.ring_bytes * factor,
-    )
-    return Stretch(stretch.mark, int(stretch.peak_bytes * factor), int(stretch.left_bytes * factor), work)
+    scaled = {name: getattr(stretch.work, name) * factor for name in ("flops", "traffic_bytes", "ring_bytes")}
+    num_bytes = int(stretch.peak_bytes * factor), int(stretch.left_bytes * factor)
+    return Stretch(stretch.mark, *num_bytes, replace(stretch.work, **scaled))
 
 
 def params_by_block(profile: Profile) -> tuple[tuple[int, ...], ...]:

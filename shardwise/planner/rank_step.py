@@ -8,8 +8,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from shardwise.collectives.buffer_pool import size_class
-from shardwise.collectives.host.shared_memory import NUM_SLOTS, sum_slot_bytes, sums_bytes
+from shardwise.collectives.shared_memory import NUM_SLOTS, sum_slot_bytes, sums_bytes
+from shardwise.collectives.streams import size_class
 from shardwise.formatting import format_bytes
 from shardwise.fsdp.flat_buffer import KEPT_BYTES
 from shardwise.layout import Bucket, ChunkShard, align, build_bucket, by_size

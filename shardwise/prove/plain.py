@@ -24,9 +24,9 @@ from shardwise.collectives.streams import accelerator_type
 from shardwise.errors import StateError
 from shardwise.fsdp.api import OLDER_ARGUMENTS, default_mesh
 from shardwise.fsdp.mesh import MeshAxes, names_of
+from shardwise.one_host import RandomState
 from shardwise.optim.sharded_optimizer import checked_params, split_by_group, unpacked_groups
 from shardwise.prove.record import RunRecorder, Terms, rank_and_size
-from shardwise.random_state import RandomState
 from shardwise.reproducible.reproducible import Reproducible
 from shardwise.reproducible.tree import BatchPlace
 

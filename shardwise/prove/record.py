@@ -28,8 +28,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from shardwise import torch_private
 from shardwise.containers import tensors_in
 from shardwise.fsdp.waiting_gradients import WaitingGradient
+from shardwise.one_host import RandomState
 from shardwise.prove.sketch import sketch_of
-from shardwise.random_state import RandomState
 from shardwise.safe_files import open_append
 
 LEAVE_S = 30.0  # what a rank that has made its steps waits for the others

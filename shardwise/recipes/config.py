@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TypeVar, cast, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
-from shardwise.collectives.routes import check_transport
+from shardwise.collectives.routes import TRANSPORTS, check_transport
 from shardwise.errors import ConfigError
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES
 from shardwise.planner.hardware import STRATEGIES as SHARDS
@@ -46,56 +46,91 @@ PRESETS: Mapping[str, ModelShape] = MappingProxyType(
 )
 
 
+def _option(default: Any, text: str, *, least: int | None = None, is_late: bool = False, **more: Any) -> Any:
+    """Return a field that is an option of the command; ``text``: its help, ``more``: what argparse needs besides.
+
+    ``least``: the lowest value.  ``is_late``: --resume may change it, since it alters neither which windows a step sees nor
+    what a past step computed.
+    """
+    told = {"text": text, "least": least, "is_late": is_late, "more": more}
+    return field(default=default, metadata=told)
+
+
+_SHARDED = (
+    "zero3 = fully_shard: parameters, gradients and optimizer state sharded over all ranks; hsdp = fully_shard within "
+    "--replicas groups of ranks, whole copies between them (HSDP); ddp = our engine with everything on every rank; zero2 = "
+    "ZeRO-2: gradients and optimizer state sharded, parameters gathered once per forward and backward; zero1 = ZeRO-1: DDP "
+    "with only the optimizer state sharded; none = plain DistributedDataParallel: everything on every rank, for comparison"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
     """Everything that decides what a run computes; saved as config.json.  ``batch`` counts sequences of all ranks."""
 
     model: ModelShape = field(default_factory=lambda: PRESETS["tiny"])
-    shard: str = "zero3"
-    min_unit_bytes: int = DEFAULT_MIN_UNIT_BYTES
-    replicas: int = 2
-    tp: int = 1
-    transport: str = "auto"
-    offload: bool = False
-    recompute: bool = False
-    compile: bool = False
-    compile_backend: str = "inductor"
-    dtype: str = "fp32"
-    data: str | None = None
-    text_column: str = "text"
-    tokenizer: str | None = None
-    init: str | None = None
+    # How a step is carried out, but not what it computes.
+    shard: str = _option("zero3", _SHARDED, is_late=True, choices=SHARDS)
+    offload: bool = _option(False, "keep shards, gradients and optimizer state in host memory", is_late=True)
+    recompute: bool = _option(
+        False, "keep of blocks only inputs for backward, and compute them again there", is_late=True
+    )
+    compile: bool = _option(False, "compile attention and MLP of every block with torch.compile", is_late=True)
+    compile_backend: str = _option("inductor", "of torch.compile, with --compile", is_late=True, metavar="NAME")
+    min_unit_bytes: int = _option(
+        DEFAULT_MIN_UNIT_BYTES,
+        "merge neighbouring blocks until a unit has this many bytes of parameters, with --shard zero3, zero2 and hsdp; "
+        "512k, 1.5M (powers of 1024); 0: never",
+        least=0,
+        is_late=True,
+    )
+    transport: str = _option(
+        "auto",
+        "how CPU ranks exchange tensors, with --shard zero3, zero2 and hsdp: auto = shared memory within a host, gloo = "
+        "messages, collective = gloo's collectives",
+        is_late=True,
+        choices=TRANSPORTS,
+    )
+    replicas: int = _option(2, "whole copies of the model, with --shard hsdp", least=1, is_late=True)
+    tp: int = _option(
+        1, "ranks that share heads and columns of every block (tensor parallelism)", least=1, is_late=True
+    )
+    accumulate: int = _option(1, "microbatches per step and rank", least=1, is_late=True)
+    # What it computes.
+    dtype: str = _option("fp32", "type of the computation", choices=DTYPES)
+    data: str | None = _option(
+        None,
+        "a text, .jsonl or .parquet file, a folder of such files, or one that datasets.save_to_disk wrote (default: "
+        "Python's standard library)",
+    )
+    text_column: str = _option("text", "of JSONL, Parquet and datasets: the text", metavar="NAME")
+    tokenizer: str | None = _option(None, "a tokenizer.json of the tokenizers package (default: bytes)")
+    init: str | None = _option(None, "begin with these safetensors weights, a file or a folder (default: random)")
     model_from: str | None = None
-    steps: int = 400
-    batch: int = 32
-    accumulate: int = 1
-    reproducible: int = 0
-    lr: float = 2e-3
-    warmup: int = 40
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    seed: int = 0
-    log_every: int = 10
-    eval_every: int = 100
-    eval_windows: int = 128
-    save_every: int = 200
-    keep: int = 2
-    sample_bytes: int = 300
+    batch: int = _option(32, "sequences per step, of all ranks together", least=1)
+    reproducible: int = _option(
+        0,
+        "microbatches of a step over all ranks, V: the same bits at every number of ranks that divides V (default: 0, off)",
+        least=0,
+        metavar="V",
+    )
+    lr: float = _option(2e-3, "highest learning rate")
+    warmup: int = _option(40, "steps of linear warm-up, before the cosine", least=0)
+    weight_decay: float = _option(0.1, "of AdamW, on matrices", least=0)
+    clip: float = _option(1.0, "largest norm of the gradients; 0: clip nothing")
+    seed: int = _option(0, "of the weights, the order of the text and the sample", least=0)
+    # How long it goes on, and what it writes.
+    steps: int = _option(400, "optimizer steps in all", least=1, is_late=True)
+    log_every: int = _option(10, "steps between two lines of figures", least=1, is_late=True)
+    eval_every: int = _option(100, "steps between two validations", least=1, is_late=True)
+    eval_windows: int = _option(128, "windows of the validation text to measure", least=1, is_late=True)
+    save_every: int = _option(200, "steps between two checkpoints", least=1, is_late=True)
+    keep: int = _option(2, "checkpoints to keep", least=1, is_late=True)
+    sample_bytes: int = _option(300, "length of the sample at the end, in bytes or tokens", least=0, is_late=True)
 
 
-# How a step is carried out, but not what it computes.
-_EXECUTION = frozenset({
-    "shard", "min_unit_bytes", "replicas", "tp", "transport", "offload", "recompute", "compile",
-    "compile_backend", "accumulate",
-})  # fmt: skip
-# --resume may change these: none alters which windows a step sees or what a past step computed.
-RESUME_MAY_CHANGE = _EXECUTION | {
-    "steps", "log_every", "eval_every", "eval_windows", "save_every", "keep", "sample_bytes"
-}  # fmt: skip
-_ADDED = _EXECUTION | {"reproducible"}  # a config.json of an earlier version may lack these
-_AT_LEAST_ONE = (
-    "steps", "batch", "accumulate", "replicas", "tp", "log_every", "eval_every", "eval_windows", "save_every", "keep"
-)  # fmt: skip
+RESUME_MAY_CHANGE = frozenset(each.name for each in dataclasses.fields(TrainConfig) if each.metadata.get("is_late"))
+_ADDED = RESUME_MAY_CHANGE | {"reproducible"}  # a config.json of an earlier version may lack these
 
 
 def check_config(config: TrainConfig) -> None:
@@ -114,12 +149,11 @@ def check_config(config: TrainConfig) -> None:
         raise ConfigError(f"--experts is {shape.experts}, expected 0 or more; 0: one MLP per block, without a router.")
     if not 1 <= shape.top_k <= max(shape.experts, 1):
         raise ConfigError(f"--top-k is {shape.top_k}, expected at least 1 and at most --experts, {shape.experts}.")
-    for name in _AT_LEAST_ONE:
-        if getattr(config, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(config, name)}, expected at least 1.")
-    for name in ("warmup", "sample_bytes", "weight_decay", "min_unit_bytes", "seed", "reproducible"):
-        if getattr(config, name) < 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(config, name)}, expected 0 or more.")
+    for each in dataclasses.fields(TrainConfig):
+        least, value = each.metadata.get("least"), getattr(config, each.name)
+        if least is not None and value < least:
+            expected = "at least 1" if least else "0 or more"
+            raise ConfigError(f"--{each.name.replace('_', '-')} is {value}, expected {expected}.")
     if not (math.isfinite(config.lr) and config.lr > 0):
         raise ConfigError(f"--lr is {config.lr}, expected a positive number.")
     if not (math.isfinite(config.clip) and config.clip >= 0):
@@ -236,11 +270,6 @@ def check_ranks(config: TrainConfig, num_ranks: int) -> None:
             f"--batch {config.batch} (sequences of all ranks together) is not divisible by {num_parts} data-parallel rank(s) x "
             f"--accumulate {config.accumulate} = {parts}. Use --batch {choices}."
         )
-
-
-def config_to_json(config: TrainConfig) -> dict[str, object]:
-    """Return plain values that ``config_from_json`` reads back."""
-    return dataclasses.asdict(config)
 
 
 def config_to_toml(config: TrainConfig, num_ranks: int, device_type: str) -> str:

@@ -35,7 +35,6 @@ from shardwise.recipes.config import (
     changed_values,
     check_config,
     config_from_json,
-    config_to_json,
     config_to_toml,
     typed,
 )
@@ -465,7 +464,7 @@ def write_config(run: TrainRun, num_ranks: int, device_type: str, num_parameters
 
 
 def _write_values(folder: Path, config: TrainConfig, values: Mapping[str, object]) -> None:
-    known: dict[str, object] = {"format": _FORMAT, "config": config_to_json(config)}
+    known: dict[str, object] = {"format": _FORMAT, "config": asdict(config)}
     replace_file(folder, CONFIG, json.dumps(known | {**values}, indent=2) + "\n")
 
 

@@ -1,7 +1,6 @@
-"""The values of ``--shard``: for each, how to wrap the model, build its optimizer, reduce, clip and sync.
+"""The values of ``--shard``: for each, how to wrap the model, build its optimizer, reduce and sync.
 
-A new sharding strategy is a new entry in ``STRATEGIES``; the trainer, the checkpoints and the command line read the
-table.
+A new one is a branch of :func:`wrap` and a line in the help of ``recipes/config.py``.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass, replace
-from functools import partial
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
@@ -38,7 +36,6 @@ from shardwise import (
     OptimizerOffload,
     ShardedOptimizer,
     ZeroRedundancyOptimizer,
-    clip_grad_norm_,
     fully_shard,
     policy,
     replicate,
@@ -236,29 +233,17 @@ def load_init(path: str, plain: nn.Module) -> None:
 # ---- Changes of the GPT before it is sharded: heads split over ranks (--tp), blocks compiled (--compile).
 
 
-@dataclass(frozen=True, slots=True)
-class Meshes:
-    """The mesh axes of all ranks.
-
-    ``data``: ("dp",), or ("replicate", "shard") for --shard hsdp.  ``tensor``: ("tp",), the innermost axis; None
-    without tensor parallelism.
-    """
-
-    data: DeviceMesh
-    tensor: DeviceMesh | None
-
-
-def build_meshes(config: TrainConfig, ranks: RunRanks) -> Meshes:
-    """Lay the ranks out for the options; ``check_ranks`` has checked that they fit.  Collective."""
+def build_meshes(config: TrainConfig, ranks: RunRanks) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Return the meshes of data and of tensor parallelism for the options, which ``check_ranks`` has checked.  Collective."""
     num_data = ranks.num_ranks // config.tp
     if config.shard == "hsdp":
         names, sizes = ("replicate", "shard"), (config.replicas, num_data // config.replicas)
     else:
         names, sizes = ("dp",), (num_data,)
     if config.tp == 1:
-        return Meshes(init_device_mesh(ranks.device.type, sizes, mesh_dim_names=names), None)
+        return init_device_mesh(ranks.device.type, sizes, mesh_dim_names=names), None
     mesh = init_device_mesh(ranks.device.type, (*sizes, config.tp), mesh_dim_names=(*names, "tp"))
-    return Meshes(mesh[names if len(names) > 1 else names[0]], mesh["tp"])
+    return mesh[names if len(names) > 1 else names[0]], mesh["tp"]
 
 
 HEADS: Mapping[str, ParallelStyle] = MappingProxyType(
@@ -295,22 +280,7 @@ def compile_blocks(model: nn.Module, backend: str) -> None:
             part.compile(backend=backend)
 
 
-@dataclass(frozen=True, slots=True)
-class ShardingStrategy:
-    """How a model is trained under one value of ``--shard``.
-
-    ``wrap`` gets the model on its device (heads split, parts compiled), the data-parallel mesh, and what --memory allows;
-    ``build_optimizer`` gets where its state is then; ``sync(model, on)`` says whether this microbatch's backward reduces
-    gradients; ``clip`` returns the norm before; ``precision`` is entered around forward; ``plain`` gives the module itself.
-    """
-
-    summary: str
-    wrap: Callable[[nn.Module, TrainConfig, DeviceMesh, MemoryLimit | None], nn.Module]
-    build_optimizer: Callable[[nn.Module, TrainConfig, OptimizerOffload | None], Optimizer]
-    sync: Callable[[nn.Module, bool], AbstractContextManager[None]]
-    clip: Callable[[nn.Module, Optimizer, float], Tensor]
-    precision: Callable[[TrainConfig, torch.device], AbstractContextManager[object]]
-    plain: Callable[[nn.Module], nn.Module]
+_UNDER_DDP = ("zero1", "none")  # the values of --shard that are under torch's DDP
 
 
 def param_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
@@ -327,24 +297,20 @@ def param_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
     ]
 
 
-def build_adamw(model: nn.Module, config: TrainConfig, offload: OptimizerOffload | None = None) -> Optimizer:
-    """Return AdamW with one fused update per group, or per unit with ``offload``.
+def build_optimizer(model: nn.Module, config: TrainConfig, offload: OptimizerOffload | None = None) -> Optimizer:
+    """Return AdamW for what :func:`wrap` returned: one fused update per group, or per unit with ``offload``.
 
-    With --reproducible its bits do not depend on how parameters are cut.
+    With --reproducible its bits do not depend on how parameters are cut.  Under ZeRO-1 every rank stores and updates the same
+    number of elements of its state.
     """
     fixed = bool(config.reproducible)
     options: dict[str, Any] = {"lr": config.lr, "betas": (0.9, 0.95), "fused": not fixed, "foreach": fixed}
     groups = param_groups(model, config)
+    if config.shard == "zero1":
+        return ZeroRedundancyOptimizer(groups, AdamW, partition="even", **options)
     if offload is None:
         return AdamW(groups, **options)
     return ShardedOptimizer(dict(model.named_parameters()), AdamW, groups=groups, offload=offload, **options)
-
-
-def build_zero_adamw(model: nn.Module, config: TrainConfig, offload: OptimizerOffload | None = None) -> Optimizer:
-    """Return AdamW; every rank stores and updates the same number of elements of its state."""
-    return ZeroRedundancyOptimizer(
-        param_groups(model, config), AdamW, partition="even", lr=config.lr, betas=(0.9, 0.95), fused=True
-    )
 
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -352,89 +318,51 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
-def _engine_options(config: TrainConfig, mesh: DeviceMesh) -> dict[str, Any]:
+def wrap(model: nn.Module, config: TrainConfig, mesh: DeviceMesh, memory: MemoryLimit | None = None) -> nn.Module:
+    """Return the model as --shard trains it.
+
+    Args:
+        model: on its device, with heads split and parts compiled.  mesh: the data-parallel one.
+        memory: what --memory allows.
+    """
+    if config.shard in _UNDER_DDP:
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)  # otherwise gradients would exist twice
     precision = MixedPrecisionPolicy()
     if config.dtype == "bf16":
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if config.offload else OffloadPolicy()
-    return {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
-
-
-def _shard_fully(
-    model: nn.Module,
-    config: TrainConfig,
-    mesh: DeviceMesh,
-    memory: MemoryLimit | None,
-    strategy: str | None = None,
-) -> nn.Module:
-    options = _engine_options(config, mesh)
-    for expert in experts_of(model):
-        fully_shard(expert, strategy=strategy, **options)
-    options |= {"min_unit_bytes": config.min_unit_bytes, "memory": memory}
-    return _with_options(shard_model(model, strategy=strategy, **options), config)
-
-
-def _replicate(model: nn.Module, config: TrainConfig, mesh: DeviceMesh, memory: MemoryLimit | None) -> nn.Module:
-    for module in (*experts_of(model), *blocks_of(model), model):
-        replicate(module, **_engine_options(config, mesh))
-    return _with_options(cast(FSDPModule, model), config)
-
-
-def _with_options(model: FSDPModule, config: TrainConfig) -> FSDPModule:
-    model.set_transport(check_transport(config.transport))
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
+    if config.shard == "ddp":
+        for module in (*experts_of(model), *blocks_of(model), model):
+            replicate(module, **options)
+        wrapped = cast(FSDPModule, model)
+    else:
+        options["strategy"] = "zero2" if config.shard == "zero2" else None
+        for expert in experts_of(model):
+            fully_shard(expert, **options)
+        wrapped = shard_model(model, min_unit_bytes=config.min_unit_bytes, memory=memory, **options)
+    wrapped.set_transport(check_transport(config.transport))
     if config.model.experts:
-        model.set_allow_rank_divergence(True)
-    return model
+        wrapped.set_allow_rank_divergence(True)
+    return wrapped
 
 
-def _wrap_ddp(model: nn.Module, config: TrainConfig, mesh: DeviceMesh, memory: MemoryLimit | None) -> nn.Module:
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)  # otherwise gradients would exist twice
+def plain_of(model: nn.Module) -> nn.Module:
+    """Return the module itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def _ddp_sync(model: nn.Module, on: bool) -> AbstractContextManager[None]:
-    return nullcontext() if on else cast(DistributedDataParallel, model).no_sync()
+def syncing(model: nn.Module, on: bool) -> AbstractContextManager[None]:
+    """Return a context whose backward reduces gradients if ``on``."""
+    if isinstance(model, DistributedDataParallel):
+        return nullcontext() if on else model.no_sync()
+    return policy(model, sync=on)
 
 
-def _autocast(config: TrainConfig, device: torch.device) -> AbstractContextManager[object]:
-    return torch.autocast(device.type, torch.bfloat16) if config.dtype == "bf16" else nullcontext()
-
-
-_FULL = ShardingStrategy(
-    summary="fully_shard: parameters, gradients and optimizer state sharded over all ranks",
-    wrap=_shard_fully,
-    build_optimizer=build_adamw,
-    sync=lambda model, on: policy(model, sync=on),
-    clip=lambda model, optimizer, max_norm: clip_grad_norm_(model.parameters(), max_norm),
-    precision=lambda config, device: nullcontext(),
-    plain=lambda model: model,
-)
-_NONE = ShardingStrategy(
-    summary="plain DistributedDataParallel: everything on every rank, for comparison",
-    wrap=_wrap_ddp,
-    build_optimizer=build_adamw,
-    sync=_ddp_sync,
-    clip=lambda model, optimizer, max_norm: clip_grad_norm_(model.parameters(), max_norm),
-    precision=_autocast,
-    plain=lambda model: cast(DistributedDataParallel, model).module,
-)
-STRATEGIES: Mapping[str, ShardingStrategy] = MappingProxyType(
-    {
-        "zero3": _FULL,
-        "hsdp": replace(
-            _FULL, summary="fully_shard within --replicas groups of ranks, whole copies between them (HSDP)"
-        ),
-        "ddp": replace(_FULL, summary="our engine with everything on every rank", wrap=_replicate),
-        "zero2": replace(
-            _FULL,
-            summary="ZeRO-2: gradients and optimizer state sharded, parameters gathered once per forward and backward",
-            wrap=partial(_shard_fully, strategy="zero2"),
-        ),
-        "zero1": replace(
-            _NONE, summary="ZeRO-1: DDP with only the optimizer state sharded", build_optimizer=build_zero_adamw
-        ),
-        "none": _NONE,
-    }
-)
+def precision_of(config: TrainConfig, device: torch.device) -> AbstractContextManager[object]:
+    """Return a context around forward; our engine casts by itself."""
+    is_cast = config.shard in _UNDER_DDP and config.dtype == "bf16"
+    return torch.autocast(device.type, torch.bfloat16) if is_cast else nullcontext()
 
 
 # ---- What a rank holds between passes.

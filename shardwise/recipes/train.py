@@ -26,6 +26,7 @@ from shardwise import (
     Trace,
     __version__,
     apply_activations,
+    clip_grad_norm_,
     describe_units,
     elastic,
     record,
@@ -43,8 +44,14 @@ from shardwise.recipes.data import (
     validation_part,
 )
 from shardwise.recipes.gpt import GPT, build_gpt, generate, logits_of, next_byte_loss
-from shardwise.recipes.html_report import REPORT, HtmlReport
-from shardwise.recipes.report import FileRunLog, ProgressDisplay, RunLog, TrainedStep, memory_table, open_lines
+from shardwise.recipes.report import (
+    REPORT,
+    HtmlReport,
+    RunLog,
+    TrainedStep,
+    memory_table,
+    open_lines,
+)
 from shardwise.recipes.run_folder import (
     Restart,
     RunProgress,
@@ -63,21 +70,24 @@ from shardwise.recipes.run_folder import (
     write_config,
 )
 from shardwise.recipes.sharding import (
-    STRATEGIES,
     HeldBytes,
     RunRanks,
-    ShardingStrategy,
     blocks_of,
     build_meshes,
+    build_optimizer,
     build_own,
     compile_blocks,
     load_init,
     local_optimizer,
     measure_held,
     peak_bytes,
+    plain_of,
+    precision_of,
     split_heads,
+    syncing,
     try_own,
     unsharded_of,
+    wrap,
 )
 from shardwise.safe_files import opened_folder, replace_file
 
@@ -106,7 +116,6 @@ class Trainer:
 
     run: TrainRun
     ranks: RunRanks
-    strategy: ShardingStrategy
     model: nn.Module
     optimizer: Optimizer
     data: Microbatches
@@ -129,32 +138,27 @@ class Trainer:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """The results after the last step.  ``held``: by every rank."""
+class TrainingEnd:
+    """How training has ended: after the last step, or saved after ``step`` steps because of a ``signal``.
 
-    held: tuple[HeldBytes, ...]
-    tokens_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """A signal asked the run to stop, and it has saved ``step`` steps.  ``held``: by every rank."""
+    ``held``: by every rank.
+    """
 
     held: tuple[HeldBytes, ...]
     step: int
-    signal: int
+    tokens_per_s: float = 0.0
+    signal: int = 0
 
 
 def build_trainer(run: TrainRun, ranks: RunRanks, memory_bytes: int | None = None) -> Trainer:
     """Build model and optimizer with the chosen sharding strategy, and load the checkpoint if the run has one.  Collective."""
     config = run.config
-    strategy = STRATEGIES[config.shard]
     torch.manual_seed(config.seed)
     plain = _build_model(run, ranks)
     num_parameters, unsharded = sum(p.numel() for p in plain.parameters()), unsharded_of(plain)
-    meshes = build_meshes(config, ranks)
-    if meshes.tensor is not None and isinstance(plain, GPT):
-        split_heads(plain, meshes.tensor)
+    data_mesh, tensor_mesh = build_meshes(config, ranks)
+    if tensor_mesh is not None and isinstance(plain, GPT):
+        split_heads(plain, tensor_mesh)
     if config.compile:
         compile_blocks(plain, config.compile_backend)
     memory = None
@@ -165,10 +169,10 @@ def build_trainer(run: TrainRun, ranks: RunRanks, memory_bytes: int | None = Non
         blocks = set(blocks_of(plain))
         paths = [path for path, module in plain.named_modules() if module in blocks]
         apply_activations(plain, ActivationPolicy(dict.fromkeys(paths, "recompute")))
-    model = strategy.wrap(plain, config, meshes.data, memory)
-    optimizer = strategy.build_optimizer(model, config, memory and memory.offload)
+    model = wrap(plain, config, data_mesh, memory)
+    optimizer = build_optimizer(model, config, memory and memory.offload)
     if config.init is not None and run.checkpoint is None:
-        load_init(config.init, strategy.plain(model))
+        load_init(config.init, plain_of(model))
     fixed = None
     if config.reproducible:
         fixed = Reproducible(model, optimizer, num_microbatches=config.reproducible, seed=config.seed)
@@ -176,16 +180,16 @@ def build_trainer(run: TrainRun, ranks: RunRanks, memory_bytes: int | None = Non
     context, itemsize = config.model.context, run.facts.itemsize
     train, validation = (open_windows(text / name, context, itemsize) for name in ("train.bin", "validation.bin"))
     count = config.reproducible or ranks.num_data_ranks * config.accumulate
-    options: dict[str, Any] = {"seed": config.seed, "mesh": meshes.data, "collate_fn": lambda both: both}
+    options: dict[str, Any] = {"seed": config.seed, "mesh": data_mesh, "collate_fn": lambda both: both}
     data = Microbatches(train, num_microbatches=count, microbatch_size=config.batch // count, **options)
     resumed = None
     if run.checkpoint is not None:
-        resumed = load_newest(run.checkpoints, entries_of(strategy.plain(model), optimizer, fixed, data))
+        resumed = load_newest(run.checkpoints, entries_of(plain_of(model), optimizer, fixed, data))
         run = replace(run, checkpoint=resumed.checkpoint, done=resumed.done)
     damaged = resumed.skipped if resumed else ()
     peak = "peak GPU memory" if ranks.device.type == "cuda" else "peak of the process (all)"
     numbers = num_parameters, unsharded, HtmlReport(run, unsharded, peak), damaged
-    return Trainer(run, ranks, strategy, model, optimizer, data, validation, *numbers, fixed, memory)
+    return Trainer(run, ranks, model, optimizer, data, validation, *numbers, fixed, memory)
 
 
 def _build_model(run: TrainRun, ranks: RunRanks) -> nn.Module:
@@ -197,14 +201,6 @@ def _build_model(run: TrainRun, ranks: RunRanks) -> nn.Module:
     window = torch.zeros(1, config.model.context, dtype=torch.long, device=ranks.device)
     try_own(model, config.model_from, vocabulary, window)
     return model
-
-
-@dataclass(frozen=True, slots=True)
-class _DoneStep:
-    """A finished step: its figures except the loss, and this rank's part of the loss."""
-
-    figures: TrainedStep
-    loss: Tensor
 
 
 class _Figures:
@@ -226,18 +222,17 @@ class _Figures:
             device=trainer.ranks.device,
         )
         self._run_log = run_log
-        self._pending: list[_DoneStep] = []
+        self._pending: list[tuple[TrainedStep, Tensor]] = []  # and this rank's part of the loss
         self._began = self._last = time.perf_counter()
         self.trained_s = 0.0
 
-    def add(self, step: _DoneStep) -> None:
+    def add(self, step: TrainedStep, loss: Tensor) -> None:
         """Record a step that has just ended; its time counts from the step before, or from the start of the clock."""
         now = time.perf_counter()
         speed = self._trainer.tokens_per_step / (now - self._last)
         self._last = now
-        figures = replace(step.figures, tokens_per_s=speed, time=time.time())
-        self._pending.append(replace(step, figures=figures))
-        self._run_log.advance(step.figures.step)
+        self._pending.append((replace(step, tokens_per_s=speed, time=time.time()), loss))
+        self._run_log.advance(step.step)
 
     def write(self) -> None:
         """Stop the clock and write the recorded figures, with losses of all ranks.  Collective."""
@@ -247,8 +242,8 @@ class _Figures:
             return
         trainer, config = self._trainer, self._trainer.config
         step_s = window_s / len(self._pending)
-        losses = trainer.ranks.mean([step.loss for step in self._pending])
-        steps = [replace(step.figures, loss=loss) for step, loss in zip(self._pending, losses, strict=True)]
+        losses = trainer.ranks.mean([loss for _, loss in self._pending])
+        steps = [replace(step, loss=loss) for (step, _), loss in zip(self._pending, losses, strict=True)]
         self._run_log.trained(steps, self.meter.figures(), (config.steps - steps[-1].step) * step_s)
         self._pending = []
 
@@ -259,7 +254,7 @@ class _Figures:
 
 def train_steps(
     trainer: Trainer, run_log: RunLog, asked: Asked, watch: StepWatch | None = None
-) -> Iterator[Finished | Stopped | None]:
+) -> Iterator[TrainingEnd | None]:
     """Train to the last step, or until a rank is asked to stop, with validation, checkpoints and figures at intervals.
 
     Yield after each step: None, after the last one how training has ended.
@@ -278,20 +273,20 @@ def train_steps(
             if watch is not None:
                 watched.enter_context(watch(number - start))
             watched.enter_context(figures.meter.step())
-            step = _train_step(trainer, number, figures.meter)
-        is_broken = not (math.isfinite(step.figures.grad_norm) and math.isfinite(float(step.loss)))
+            step, loss = _train_step(trainer, number, figures.meter)
+        is_broken = not (math.isfinite(step.grad_norm) and math.isfinite(float(loss)))
         # Each rank sees its own signals and its own part of the loss; after this exchange all know the same.
         signal, num_broken = trainer.ranks.highest([asked(), int(is_broken)])
         if num_broken:
             figures.write()
-            finish_saves(trainer)
-            mean = trainer.ranks.mean([step.loss])[0]
-            raise _diverged(trainer, done, f"the loss is {mean}, the norm of its gradients {step.figures.grad_norm}")
+            finish(trainer.run.checkpoints)
+            mean = trainer.ranks.mean([loss])[0]
+            raise _diverged(trainer, done, f"the loss is {mean}, the norm of its gradients {step.grad_norm}")
         if signal or done == config.steps:
             on_disk = trainer.memory is not None and trainer.memory.offload is not None
             held = measure_held(trainer.model, local_optimizer(trainer.optimizer), on_disk)
         trainer.optimizer.zero_grad()
-        figures.add(step)
+        figures.add(step, loss)
         is_first = number == start  # its figures are shown at once
         if not (signal or is_first or any(_is_due(done, every, config) for every in intervals)):
             yield None
@@ -305,15 +300,15 @@ def train_steps(
                 trainer.report.write(every_s=60.0)  # it reads all figures again
             save(trainer, done)
         if signal or done == config.steps:
-            finish_saves(trainer)
+            finish(trainer.run.checkpoints)
         if signal and done < config.steps:
-            yield Stopped(_of_all_ranks(trainer, held), done, signal)
+            yield TrainingEnd(_of_all_ranks(trainer, held), done, signal=signal)
             return
         figures.go_on()
         if done < config.steps:
             yield None
     speed = (config.steps - start) * trainer.tokens_per_step / figures.trained_s
-    yield Finished(_of_all_ranks(trainer, held), speed)
+    yield TrainingEnd(_of_all_ranks(trainer, held), config.steps, speed)
 
 
 def _of_all_ranks(trainer: Trainer, held: HeldBytes) -> tuple[HeldBytes, ...]:
@@ -333,9 +328,9 @@ def _is_due(done: int, every: int, config: TrainConfig) -> bool:
     return done % every == 0 or done == config.steps
 
 
-def _train_step(trainer: Trainer, step: int, meter: StepMeter) -> _DoneStep:
-    """Train one step; the gradients stay."""
-    config, strategy = trainer.config, trainer.strategy
+def _train_step(trainer: Trainer, step: int, meter: StepMeter) -> tuple[TrainedStep, Tensor]:
+    """Train one step; return its figures without the loss, and this rank's part of the loss.  The gradients stay."""
+    config = trainer.config
     rate = learning_rate(config, step)
     for group in trainer.optimizer.param_groups:
         group["lr"] = rate
@@ -344,18 +339,18 @@ def _train_step(trainer: Trainer, step: int, meter: StepMeter) -> _DoneStep:
     numbers = range(config.accumulate) if fixed is None else fixed.microbatches()
     for number, (tokens, targets) in zip(numbers, meter.data(trainer.data.of_step(step)), strict=True):
         tokens, targets = (each.to(trainer.ranks.device, non_blocking=True) for each in (tokens, targets))
-        with strategy.sync(trainer.model, fixed is not None or number == config.accumulate - 1):
-            with strategy.precision(config, trainer.ranks.device):
+        with syncing(trainer.model, fixed is not None or number == config.accumulate - 1):
+            with precision_of(config, trainer.ranks.device):
                 part = next_byte_loss(trainer.model, tokens, targets) / (config.reproducible or config.accumulate)
             part.backward()
         losses.append(part.detach())
     limit = config.clip or math.inf
     if fixed is None:
-        loss, norm = torch.stack(losses).sum(), strategy.clip(trainer.model, trainer.optimizer, limit)
+        loss, norm = torch.stack(losses).sum(), clip_grad_norm_(trainer.model.parameters(), limit)
     else:
         loss, norm = fixed.sum(losses), fixed.clip_grad_norm_(limit)
     trainer.optimizer.step()
-    return _DoneStep(TrainedStep(step + 1, 0.0, float(norm), rate), loss)
+    return TrainedStep(step + 1, 0.0, float(norm), rate), loss
 
 
 @torch.no_grad()
@@ -375,7 +370,7 @@ def validate(trainer: Trainer) -> float:
     total, count = torch.zeros((), device=ranks.device, dtype=torch.float64), 0.0
     for windows, weighed in batches:
         tokens, targets = trainer.validation.stack(windows)
-        with trainer.strategy.precision(config, ranks.device):
+        with precision_of(config, ranks.device):
             tokens = tokens.to(ranks.device)
             logits = logits_of(model(tokens), tokens).float().flatten(0, 1)
         losses = nn.functional.cross_entropy(logits, targets.to(ranks.device).flatten(), reduction="none")
@@ -396,13 +391,8 @@ def save(trainer: Trainer, done: int) -> None:
     if any(trainer.ranks.highest([int(is_broken)])):
         raise _diverged(trainer, done, "parameters are not finite")
     progress = RunProgress(done, done * config.batch, config.model, trainer.num_parameters)
-    entries = entries_of(trainer.strategy.plain(trainer.model), trainer.optimizer, trainer.fixed, trainer.data)
+    entries = entries_of(plain_of(trainer.model), trainer.optimizer, trainer.fixed, trainer.data)
     start_saving(trainer.run.checkpoints, progress, entries, config.keep, wait=trainer.memory is not None)
-
-
-def finish_saves(trainer: Trainer) -> None:
-    """Return once the last checkpoint is complete.  Raises: CheckpointError on every rank if it was not written."""
-    finish(trainer.run.checkpoints)
 
 
 @torch.no_grad()
@@ -465,10 +455,10 @@ def _begin(trainer: Trainer, restart: Restart | None, opened: ExitStack) -> RunL
     return run_log
 
 
-def _end(trainer: Trainer, run_log: RunLog, outcome: Finished | Stopped | None, opened: ExitStack) -> int:
+def _end(trainer: Trainer, run_log: RunLog, outcome: TrainingEnd | None, opened: ExitStack) -> int:
     """Say how training has ended; return the number of the signal, or 0."""
     report = trainer.report
-    if isinstance(outcome, Stopped):
+    if outcome is not None and outcome.signal:
         report.held = outcome.held
         report.state = f"stopped and saved after step {outcome.step}; go on with: {trainer.run.resume_command}"
         run_log.say(f"{report.state}\npictures: {trainer.run.folder / REPORT}")
@@ -477,7 +467,7 @@ def _end(trainer: Trainer, run_log: RunLog, outcome: Finished | Stopped | None, 
         report.held, report.sample, report.state = outcome.held, _sample(trainer), "The run has finished."
     opened.close()
     if trainer.ranks.is_first and outcome is not None:
-        _conclude(trainer, outcome)
+        _conclude(trainer, outcome, run_log)
     return 0
 
 
@@ -491,7 +481,7 @@ def train_elastic(start: Start, config: TrainConfig, device: torch.device, liste
     """
     folder, opened, run_log = start.resume or start.out or Path(), ExitStack(), RunLog()
     trainer: Trainer | None = None  # what the present ranks have built
-    steps: Iterator[Finished | Stopped | None] | None = None  # of these ranks, once they have begun
+    steps: Iterator[TrainingEnd | None] | None = None  # of these ranks, once they have begun
 
     def build() -> dict[str, Any]:
         nonlocal trainer, steps, run_log
@@ -502,7 +492,7 @@ def train_elastic(start: Start, config: TrainConfig, device: torch.device, liste
         if ranks.is_first:
             opened.enter_context(lock_run(folder))
         trainer = build_trainer(run_from_json(told, config), ranks)
-        return entries_of(trainer.strategy.plain(trainer.model), trainer.optimizer, trainer.fixed, trainer.data)
+        return entries_of(plain_of(trainer.model), trainer.optimizer, trainer.fixed, trainer.data)
 
     def step(run: ElasticRun, **_: Any) -> None:
         nonlocal trainer, steps, run_log, outcome
@@ -513,13 +503,13 @@ def train_elastic(start: Start, config: TrainConfig, device: torch.device, liste
             restart = Restart(len(run.recoveries), run.recoveries[-1].cause) if run.recoveries else None
             run_log = _begin(trainer, restart, opened)
             steps = train_steps(trainer, run_log, asked, tracing(trainer, 0, run_log))
-        outcome = next(cast("Iterator[Finished | Stopped | None]", steps))
+        outcome = next(cast("Iterator[TrainingEnd | None]", steps))
         run_log.flush()
-        if isinstance(outcome, Stopped):
+        if outcome is not None and outcome.signal:
             run.stop()
 
     num_microbatches = math.gcd(config.reproducible, config.batch // config.accumulate)
-    outcome: Finished | Stopped | None = None
+    outcome: TrainingEnd | None = None
     with listening() as asked, opened:
         elastic(
             build,
@@ -579,7 +569,7 @@ def _say_restart(restart: Restart, trainer: Trainer, run_log: RunLog) -> None:
     run_log.say(f"restart {restart.number}: {restart.cause}; going on after step {run.start_step}")
 
 
-def _open_run_log(trainer: Trainer, stack: ExitStack) -> FileRunLog:
+def _open_run_log(trainer: Trainer, stack: ExitStack) -> RunLog:
     from torch.utils.tensorboard import SummaryWriter  # only rank 0 needs it
 
     run = trainer.run
@@ -587,8 +577,9 @@ def _open_run_log(trainer: Trainer, stack: ExitStack) -> FileRunLog:
     lines = stack.enter_context(open_lines(run))
     place = stack.enter_context(opened_folder(run.folder, "tensorboard"))
     scalars = stack.enter_context(SummaryWriter(place, purge_step=run.start_step + 1 if run.done else 0))
-    display = stack.enter_context(ProgressDisplay(run.config.steps, run.start_step, is_shown=True))
-    return FileRunLog(display, lines, scalars, run.facts.unit)
+    run_log = RunLog(run.config.steps, run.start_step, run.facts.unit, (lines, scalars))
+    stack.enter_context(run_log.bar)
+    return run_log
 
 
 def _say_start(trainer: Trainer, run_log: RunLog) -> None:
@@ -614,9 +605,9 @@ def _say_start(trainer: Trainer, run_log: RunLog) -> None:
 
 def _sample(trainer: Trainer) -> str:
     config, ranks = trainer.config, trainer.ranks
-    plain = trainer.strategy.plain(trainer.model)
+    plain = plain_of(trainer.model)
     # one byte more each time would compile the compiled parts again and again
-    with torch.compiler.set_stance("force_eager"), trainer.strategy.precision(config, ranks.device):
+    with torch.compiler.set_stance("force_eager"), precision_of(config, ranks.device):
         if not config.sample_bytes:
             return ""
         vocabulary = open_vocabulary(trainer.run.tokenizer)
@@ -625,14 +616,13 @@ def _sample(trainer: Trainer) -> str:
         return vocabulary.decode(sampled)
 
 
-def _conclude(trainer: Trainer, finished: Finished) -> None:
+def _conclude(trainer: Trainer, finished: TrainingEnd, run_log: RunLog) -> None:
     run, config = trainer.run, trainer.config
-    display = ProgressDisplay(config.steps, config.steps, is_shown=True)
     if trainer.report.sample:
-        display.say("\nA sample from the trained model:\n")
-        display.say(trainer.report.sample + "\n")
-    display.show(memory_table(finished.held, trainer.unsharded, trainer.report.peak_name))
-    display.say(
+        run_log.say("\nA sample from the trained model:\n")
+        run_log.say(trainer.report.sample + "\n")
+    run_log.show(memory_table(finished.held, trainer.unsharded, trainer.report.peak_name))
+    run_log.say(
         f"{finished.tokens_per_s:,.0f} tokens/s; figures: {run.metrics}; curves: tensorboard --logdir {run.folder}"
     )
-    display.say(f"continue with: {run.resume_command} --steps {2 * config.steps}\npictures: {run.folder / REPORT}")
+    run_log.say(f"continue with: {run.resume_command} --steps {2 * config.steps}\npictures: {run.folder / REPORT}")

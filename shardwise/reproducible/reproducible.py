@@ -18,7 +18,7 @@ from shardwise.fsdp.mesh import MeshAxes
 from shardwise.fsdp.roots import bind_units
 from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.waiting_gradients import waits_for_sync
-from shardwise.random_state import set_seed
+from shardwise.one_host import set_seed
 from shardwise.reproducible.optimizers import EqualSteps
 from shardwise.reproducible.sums import GroupSums, clip_by_rows
 from shardwise.reproducible.tree import BatchPlace

@@ -16,11 +16,10 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import PooledBuffer
 from shardwise.collectives.c10d import GroupCommunicator, StreamWork
 from shardwise.collectives.owned import Expected, exchange, ranks_of_group, sum_bytes
-from shardwise.collectives.protocol import Handle, Scale, ScatterEnds, SumContents
-from shardwise.collectives.routes import LeftOut, PassTracker
+from shardwise.collectives.routes import Handle, LeftOut, PassTracker, Scale, ScatterEnds, SumContents
+from shardwise.collectives.streams import PooledBuffer
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.clip import Limit
 from shardwise.fsdp.mesh import MeshAxes

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from shardwise.errors import ConfigError
 # ---- Faults as values, so that they can be drawn at random, printed, and sent to ranks.
 
 Kind = Literal["kill", "stop", "terminate", "interrupt", "raise", "delay", "drop", "corrupt"]
-KINDS: tuple[Kind, ...] = ("kill", "stop", "terminate", "interrupt", "raise", "delay", "drop", "corrupt")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # The places where faults strike. Other names are places that a program has named itself, with reach().
 PLACES: dict[str, str] = {

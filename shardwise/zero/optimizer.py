@@ -32,30 +32,34 @@ from shardwise.optim.sharded_optimizer import ShardedOptimizer, optimizer_backen
 from shardwise.optim.slices import as_they_are, call_hooks
 from shardwise.optim.state_dict import BlankState, HeldState, refuse_other_state
 from shardwise.zero.partition import (
+    Consolidated,
     LocalOptimizer,
     LocalSlice,
     Partition,
     RankPartition,
+    ShardedState,
     addresses_of,
     agree_on,
     check_dense,
     check_partition,
     checked_optimizer_class,
     checked_params,
+    consolidate,
     describe_params,
     elements_of,
     flat_like,
     flat_view,
     flatten_groups,
     gradient_for,
+    load_whole,
     make_layout,
     make_local_optimizer,
     make_rank_partition,
     moving_of,
     trainable_of,
+    whole_state_dict,
     with_gradients,
 )
-from shardwise.zero.state_dict import Consolidated, ShardedState, consolidate, load_whole, whole_state_dict
 
 # ---- Once before the first step: all ranks have the same gradients and the same parameters.
 # Each owner steps on its own copy of the gradients, and sends its values to all: without averaging, every owner would

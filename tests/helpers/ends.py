@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
-from shardwise.collectives.buffer_pool import BufferPool
-from shardwise.collectives.host.local_peers import take_shareable
+from shardwise.collectives.local_peers import take_shareable
 from shardwise.collectives.routes import section_parts
+from shardwise.collectives.streams import BufferPool
 from shardwise.fsdp.flat_buffer import full_window
 from shardwise.fsdp.full_buffer import FullBuffer
 from shardwise.layout import Bucket, ChunkShard, build_bucket

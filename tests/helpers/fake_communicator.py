@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from shardwise.collectives.protocol import GatherEnds, Scale, ScatterEnds, SectionContents
+from shardwise.collectives.routes import GatherEnds, Scale, ScatterEnds, SectionContents
 
 
 class Launched:

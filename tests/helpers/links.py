@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from shardwise.collectives.host.local_peers import HEADER_BYTES, HostGroup, Segment
-from shardwise.collectives.host.shared_memory import HostLink
+from shardwise.collectives.local_peers import HEADER_BYTES, HostGroup, Segment
+from shardwise.collectives.shared_memory import HostLink
 
 SEGMENT_BYTES = HEADER_BYTES + 4096
 SUM_SLOT_BYTES = 256

@@ -13,9 +13,9 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from shardwise.consistency import liveness
+from shardwise.consistency import process_groups
 from shardwise.consistency.agreement import StoreExchange
-from shardwise.consistency.liveness import announce
+from shardwise.consistency.process_groups import announce
 from shardwise.consistency.store import JobStore
 
 MEMBERS = (4, 5, 9)  # global ranks, so that a place is never mistaken for one
@@ -42,7 +42,7 @@ def announce_as(store: dist.Store, rank: int, pid: int) -> None:
 
 def on_host(name: str) -> AbstractContextManager[object]:
     """Return a context in which this process is one of the host ``name``: several hosts on one machine."""
-    return mock.patch.object(liveness, "BOOT_ID", SimpleNamespace(read_text=lambda: name))
+    return mock.patch.object(process_groups, "BOOT_ID", SimpleNamespace(read_text=lambda: name))
 
 
 def announce_elsewhere(store: dist.Store, rank: int) -> None:

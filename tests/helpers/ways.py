@@ -13,10 +13,8 @@ import torch.distributed as dist
 from helpers.ends import Ends, Shapes
 from helpers.fake_communicator import FakeCommunicator
 from helpers.inside import parts_from
-from shardwise.collectives.buffer_pool import BufferPool
 from shardwise.collectives.c10d import GroupCommunicator, all_gather_single, reduce_scatter_single
-from shardwise.collectives.host import ExchangeLink
-from shardwise.collectives.host.local_peers import (
+from shardwise.collectives.local_peers import (
     HEADER_BYTES,
     ArenaPlace,
     HostGroup,
@@ -25,10 +23,9 @@ from shardwise.collectives.host.local_peers import (
     collect_from,
     meet,
 )
-from shardwise.collectives.host.shared_memory import HostLink, outbox_bytes, sums_bytes
-from shardwise.collectives.protocol import Communicator
 from shardwise.collectives.routes import Link, PassTracker
-from shardwise.collectives.streams import SideStream, device_of
+from shardwise.collectives.shared_memory import ExchangeLink, HostLink, outbox_bytes, sums_bytes
+from shardwise.collectives.streams import BufferPool, SideStream, device_of
 
 SLOT_BYTES = 4096
 SUM_SLOT_BYTES = 1024
@@ -43,7 +40,7 @@ class Way:
     group: dist.ProcessGroup
     pool: BufferPool
     pass_tracker: PassTracker
-    comm: Communicator
+    comm: GroupCommunicator
     link: Link | None
     publish_sections: Callable[[Sequence[Ends]], None]
 
@@ -72,7 +69,7 @@ class Way:
         return made
 
     @contextmanager
-    def in_pass(self, kind: str = "forward") -> Iterator[Communicator]:
+    def in_pass(self, kind: str = "forward") -> Iterator[GroupCommunicator]:
         """Return the communicator in a span, which ends as the body does: closed, or left by an exception."""
         self.pass_tracker.begin(kind)  # type: ignore[arg-type]
         try:

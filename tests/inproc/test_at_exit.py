@@ -6,7 +6,7 @@ import threading
 import time
 import zlib
 
-from shardwise.consistency import liveness
+from shardwise.consistency import process_groups
 
 
 def test_threads_that_run_without_the_lock_are_waited_for_and_those_that_rest_are_not() -> None:
@@ -17,7 +17,7 @@ def test_threads_that_run_without_the_lock_are_waited_for_and_those_that_rest_ar
     running.start()
     time.sleep(0.01)
     try:
-        liveness.settle(60.0)
+        process_groups.settle(60.0)
         assert not running.is_alive()
         assert resting.is_alive()
     finally:
@@ -36,7 +36,7 @@ def test_threads_that_never_rest_are_waited_for_until_the_limit() -> None:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        liveness.settle(0.2)
+        process_groups.settle(0.2)
         assert thread.is_alive()
     finally:
         over.set()

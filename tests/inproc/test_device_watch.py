@@ -18,7 +18,7 @@ from shardwise import TransportError, observe
 from shardwise.collectives import streams
 from shardwise.collectives.streams import DeviceWatch, StreamProgress, raise_in
 from shardwise.consistency.failure_report import put
-from shardwise.consistency.liveness import announce, mark_left
+from shardwise.consistency.process_groups import announce, mark_left
 
 
 class Child:

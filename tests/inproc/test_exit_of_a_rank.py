@@ -14,7 +14,7 @@ from helpers.store_exchanges import announce_as, announce_elsewhere, on_host
 
 from shardwise.consistency import failure_report
 from shardwise.consistency.failure_report import ASKS, leave_job, put, watch_end
-from shardwise.consistency.liveness import is_gone, mark_left
+from shardwise.consistency.process_groups import is_gone, mark_left
 from shardwise.observe import explain_end
 
 

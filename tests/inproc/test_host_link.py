@@ -9,9 +9,9 @@ import pytest
 from helpers.links import make_links
 
 from shardwise import TransportError
-from shardwise.collectives.host import local_peers as shm
-from shardwise.collectives.host.shared_memory import HostLink
+from shardwise.collectives import local_peers as shm
 from shardwise.collectives.routes import PassKind
+from shardwise.collectives.shared_memory import HostLink
 from shardwise.consistency import store
 
 FORWARD, BACKWARD = 0, shm._IN_BACKWARD

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise import ConfigError, set_host_timeout
-from shardwise.consistency import liveness
+from shardwise.consistency import process_groups
 from shardwise.consistency.store import JobStore
 
 
@@ -42,7 +42,7 @@ def _is_watched(connection: socket.socket) -> bool:
 def test_connections_to_hosts_of_the_job_are_probed_and_no_others(
     connections: tuple[socket.socket, socket.socket],
 ) -> None:
-    assert liveness.enable_keepalive(_store("10.0.0.1 127.0.0.2", "10.0.0.3")) == 1
+    assert process_groups.enable_keepalive(_store("10.0.0.1 127.0.0.2", "10.0.0.3")) == 1
     to_job, elsewhere = connections
     assert _is_watched(to_job)
     assert not _is_watched(elsewhere)
@@ -52,14 +52,14 @@ def test_connections_to_hosts_of_the_job_are_probed_and_no_others(
 def test_a_job_on_one_host_has_no_cables(
     connections: tuple[socket.socket, socket.socket], hosts: tuple[str, ...]
 ) -> None:
-    assert liveness.enable_keepalive(_store(*hosts)) == 0
+    assert process_groups.enable_keepalive(_store(*hosts)) == 0
     assert not _is_watched(connections[0])
 
 
 def test_they_can_be_left_alone(connections: tuple[socket.socket, socket.socket]) -> None:
     set_host_timeout(0)
     try:
-        assert liveness.enable_keepalive(_store("127.0.0.2", "10.0.0.3")) == 0
+        assert process_groups.enable_keepalive(_store("127.0.0.2", "10.0.0.3")) == 0
     finally:
         set_host_timeout(5)
     assert not _is_watched(connections[0])
@@ -74,7 +74,7 @@ def test_a_limit_that_one_lost_packet_reaches_is_refused(seconds: float) -> None
 def test_a_host_says_once_where_it_is() -> None:
     store = dist.HashStore()
     for host in ("one", "one", "two"):
-        liveness.post_addresses(JobStore(store), host)
-    line = " ".join(liveness.own_addresses())
+        process_groups.post_addresses(JobStore(store), host)
+    line = " ".join(process_groups.own_addresses())
     assert store.get("shardwise/addresses").decode() == f"{line}\n{line}\n"
     assert not any(address.startswith("127.") for address in line.split())

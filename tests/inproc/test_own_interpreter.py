@@ -12,7 +12,7 @@ import pytest
 
 HEAP = """
 import ctypes, os, sys, torch
-from shardwise.collectives.buffer_pool import BufferPool, keep_heap
+from shardwise.collectives.streams import BufferPool, keep_heap
 
 libc = ctypes.CDLL(None)
 libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
@@ -57,7 +57,7 @@ torch.distributed.destroy_process_group()
 
 EXITS = """
 import os, sys, torch, torch.distributed as dist
-import shardwise.consistency.liveness as at_exit
+import shardwise.consistency.process_groups as at_exit
 from shardwise import fully_shard
 for name, end in (("kept", lambda: None), ("destroyed", dist.destroy_process_group)):
     if child := os.fork():

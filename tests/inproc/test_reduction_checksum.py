@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.collectives.protocol import MOST_RANKS, ReductionChecksum
+from shardwise.collectives.routes import MOST_RANKS, ReductionChecksum
 
 
 def summed(numbers: list[int], scale: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -17,8 +17,8 @@ from helpers.links import SEGMENT_BYTES, make_links
 from helpers.store_exchanges import announce_as, gone_process
 
 from shardwise import TransportError, observe
-from shardwise.collectives.host.local_peers import HEADER_BYTES, NUM_WORDS, Arena, Segment
-from shardwise.consistency.liveness import Liveness, is_gone
+from shardwise.collectives.local_peers import HEADER_BYTES, NUM_WORDS, Arena, Segment
+from shardwise.consistency.process_groups import Liveness, is_gone
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from shardwise.collectives.buffer_pool import are_neighbours, is_own, join_from, suballocate
+from shardwise.collectives.streams import are_neighbours, is_own, join_from, suballocate
 from shardwise.torch_private import storage_use_count
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise import ConfigError, DesyncError, RejectedStep, StateError, StepError, TransportError, transaction
 from shardwise import ZeroRedundancyOptimizer as Zero
 from shardwise.consistency import store as alarm
-from shardwise.transaction.transaction import Report, first_cause, make_report
+from shardwise.transaction import Report, first_cause, make_report
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, fails: bool, **options: Any) -> str:

@@ -7,6 +7,8 @@ import json
 import math
 import random
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load as load_with_safetensors
 
 from shardwise.checkpoint.contents import decode, encode
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.format import (
     DTYPE_BYTES,
     SMALL_BYTES,
-    BlockSums,
     Entry,
     FileRecord,
     Held,
@@ -28,6 +30,7 @@ from shardwise.checkpoint.format import (
     PartRecord,
     TensorRecord,
     Window,
+    Write,
     from_bytes,
     from_fields,
     header_bytes,
@@ -45,6 +48,7 @@ from shardwise.checkpoint.format import (
     to_bytes,
     whole,
 )
+from shardwise.checkpoint.save import SaveId, write_part
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 # ---- names ----
@@ -207,12 +211,26 @@ def test_a_value_within_itself_is_an_error() -> None:
 # ---- blocks ----
 
 
-@given(st.binary(max_size=60), st.integers(1, 9), st.integers(1, 7))
-def test_sums_do_not_depend_on_how_bytes_come(data: bytes, block: int, step: int) -> None:
-    sums = BlockSums(block)
-    for start in range(0, len(data), step):
-        sums.update(data[start : start + step])
-    assert sums.finish() == [sum_of(data[start : start + block]) for start in range(0, len(data), block)]
+class _Memory(Files):
+    """One file, in memory."""
+
+    def create(self, path: Path) -> Any:
+        self.data = bytearray()
+        return SimpleNamespace(write=self.data.extend, sync=lambda: None, close=lambda: None)
+
+    def sync_folder(self, path: Path) -> None:
+        pass
+
+
+@given(st.lists(st.binary(max_size=20), max_size=5), st.integers(1, 9))
+def test_sums_are_those_of_blocks_however_bytes_come(chunks: list[bytes], block: int) -> None:
+    writes = [Write(f"t{i}", "U8", (len(each),), whole((len(each),)), 0) for i, each in enumerate(chunks)]
+    memory = _Memory()
+    record = write_part(memory, Path("folder", "part"), writes, chunks, SaveId("0" * 32, 1), block)
+    data = bytes(memory.data)
+    assert record.num_bytes == len(data)
+    assert data.endswith(b"".join(chunks))
+    assert record.sums == tuple(sum_of(data[start : start + block]) for start in range(0, len(data), block))
 
 
 # ---- the manifest and headers ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from shardwise.checkpoint.format import MANIFEST, Manifest, to_bytes
 from shardwise.cli import check_extras, format_size, read_num_bytes, train
 from shardwise.cli.main import build_parser, main
 from shardwise.cli.train import read_train_request
-from shardwise.recipes.config import PRESETS, ModelShape, TrainConfig, config_to_json
+from shardwise.recipes.config import PRESETS, ModelShape, TrainConfig
 from shardwise.recipes.run_folder import Start, prepare_run
 
 SMALL = ["--layers", "1", "--width", "8", "--heads", "2", "--context", "8"]
@@ -196,7 +197,7 @@ def test_gpus_that_are_not_there_are_refused(capsys: pytest.CaptureFixture[str])
 
 def _fake_run(folder: Path, step: int | None, width: int = 8, **changes: object) -> str:
     (folder / "checkpoints").mkdir(parents=True)
-    config = config_to_json(TrainConfig(steps=10)) | {"model": {"layers": 1, "width": 8, "heads": 2, "context": 8}}
+    config = dataclasses.asdict(TrainConfig(steps=10)) | {"model": {"layers": 1, "width": 8, "heads": 2, "context": 8}}
     (folder / "config.json").write_text(json.dumps({"config": config | changes}))
     if step is not None:
         checkpoint = folder / "checkpoints" / f"step-{step:08d}"

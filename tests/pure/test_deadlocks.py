@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.consistency.rank_status import RankStatus, deadlocked, status_at, statuses_in_words
+from shardwise.consistency.recorder import RankStatus, deadlocked, status_at, statuses_in_words
 
 BARRIER = "torch.distributed.barrier()"
 WAITS = RankStatus(0, "a.py:1", BARRIER, "all ranks", still_s=20.0, awaited=("0",), collectives={"0": 5})

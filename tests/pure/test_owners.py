@@ -2,11 +2,9 @@
 
 from itertools import accumulate, pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise import ConfigError
 from shardwise.collectives.owned import (
     RUN_NUMEL,
     add_loads,
@@ -107,11 +105,3 @@ def test_sixteen_thousand_ranks_take_no_time() -> None:
     chunks = even_slices([50257 * 768, 1024 * 768, *[768 * 3072] * 24], 16384)
     loads = add_loads([0] * 16384, chunks)
     assert max(loads) - min(loads) <= 64
-
-
-@pytest.mark.parametrize(
-    "call", [lambda: assign_owners([1], 0), lambda: assign_owners([1], 2, [0]), lambda: even_ranges(3, 0)]
-)
-def test_bad_arguments_are_refused(call) -> None:
-    with pytest.raises(ConfigError):
-        call()

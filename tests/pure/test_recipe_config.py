@@ -19,7 +19,6 @@ from shardwise.recipes.config import (
     check_config,
     check_ranks,
     config_from_json,
-    config_to_json,
     data_ranks,
     learning_rate,
 )
@@ -103,14 +102,14 @@ def test_a_value_that_cannot_be_trained_with_is_named(changes: dict[str, object]
 
 def test_a_config_survives_json() -> None:
     config = TrainConfig(model=ModelShape(1, 2, 1, 8, experts=3, top_k=2), data="some/path", lr=0.123)
-    assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+    assert config_from_json(json.loads(json.dumps(dataclasses.asdict(config)))) == config
 
 
 def test_options_of_execution_that_a_config_does_not_know_are_the_defaults() -> None:
-    values = config_to_json(TrainConfig(lr=0.5, transport="gloo"))
+    values = dataclasses.asdict(TrainConfig(lr=0.5, transport="gloo"))
     del values["transport"], values["min_unit_bytes"]
     assert config_from_json(values) == TrainConfig(lr=0.5)
-    model = config_to_json(TrainConfig())["model"]
+    model = dataclasses.asdict(TrainConfig())["model"]
     assert isinstance(model, dict)
     del model["experts"], model["top_k"]
     assert config_from_json({**values, "model": model}) == TrainConfig(lr=0.5)
@@ -122,7 +121,7 @@ def test_options_of_execution_that_a_config_does_not_know_are_the_defaults() -> 
 @pytest.mark.parametrize("damage", [{"extra": 1}, {"model": 3}, {"model": {"layers": 1}}])
 def test_a_config_of_another_version_is_refused(damage: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"config\.json"):
-        config_from_json(config_to_json(TrainConfig()) | damage)
+        config_from_json(dataclasses.asdict(TrainConfig()) | damage)
 
 
 def test_a_resume_does_not_change_experts() -> None:

@@ -6,7 +6,6 @@ import io
 import json
 import math
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +18,12 @@ from shardwise.formatting import format_bytes
 from shardwise.recipes.config import ModelShape, TrainConfig
 from shardwise.recipes.data import TextFacts, Windows
 from shardwise.recipes.gpt import build_gpt, generate, next_byte_loss
-from shardwise.recipes.html_report import HtmlReport
-from shardwise.recipes.report import FileRunLog, ProgressDisplay, TrainedStep, memory_table
+from shardwise.recipes.report import HtmlReport, RunLog, TrainedStep, memory_table
 from shardwise.recipes.run_folder import TrainRun
 from shardwise.recipes.sharding import (
-    STRATEGIES,
     HeldBytes,
     RunRanks,
-    build_adamw,
+    build_optimizer,
     local_bytes,
     measure_held,
     unsharded_of,
@@ -69,7 +66,7 @@ def test_generation_keeps_the_prompt_and_the_mode_and_calls_forward_once_per_byt
 
 def test_measured_bytes_of_a_plain_model_are_the_unsharded_bytes() -> None:
     model = build_gpt(SHAPE, 0)
-    optimizer = build_adamw(model, TrainConfig())
+    optimizer = build_optimizer(model, TrainConfig())
     next_byte_loss(model, torch.ones(1, 12, dtype=torch.long), torch.ones(1, 12, dtype=torch.long)).backward()
     optimizer.step()
     held, whole = measure_held(model, optimizer), unsharded_of(model)
@@ -115,7 +112,7 @@ class _Scalars:
 
 def test_figures_of_a_step_are_of_that_step_alone() -> None:
     lines, scalars = io.StringIO(), _Scalars()
-    run_log = FileRunLog(ProgressDisplay(3, 0, is_shown=False), lines, scalars)
+    run_log = RunLog(3, files=(lines, scalars))
     steps = [TrainedStep(n, 5.0 / n, 1.0, 0.1, tokens_per_s=100.0 * n, time=1000.0 + n) for n in (1, 2, 3)]
     speed = {"tokens_per_s": 12345.0, "step_s": 0.25, "data_s": 0.01, "mfu": None, "exposed_wait_s": 0.02}
     run_log.trained(steps, speed | {"peak_memory_bytes": 1.0}, 0.0)
@@ -133,19 +130,21 @@ def test_figures_of_a_step_are_of_that_step_alone() -> None:
 
 
 @pytest.mark.parametrize(("clip", "is_scaled"), [(0.0, False), (1e9, False), (1e-3, True)])
-def test_clip_0_scales_no_gradient(clip: float, is_scaled: bool, tmp_path: Path) -> None:
+def test_clip_0_scales_no_gradient(
+    clip: float, is_scaled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = TrainConfig(model=SHAPE, shard="none", batch=2, clip=clip, warmup=0)
     model = build_gpt(SHAPE, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    strategy = replace(STRATEGIES["none"], sync=lambda model, on: nullcontext())
+    monkeypatch.setattr("shardwise.recipes.train.syncing", lambda model, on: nullcontext())  # there is no process group
     windows = Windows(np.arange(600, dtype=np.uint8), SHAPE.context)
     run = TrainRun(tmp_path, config, TextFacts("", 1, 1, 1, 1.0, ""), None, None)
     ranks = RunRanks(0, 1, torch.device("cpu"))
     unsharded = HeldBytes(4, 4, 8)
     numbers = 1, unsharded, HtmlReport(run, unsharded, "peak"), ()
     data = Microbatches(windows, num_microbatches=1, microbatch_size=2, collate_fn=lambda both: both)
-    trainer = Trainer(run, ranks, strategy, model, optimizer, data, windows, *numbers)
-    figures = _train_step(trainer, 0, StepMeter(model)).figures
+    trainer = Trainer(run, ranks, model, optimizer, data, windows, *numbers)
+    figures, _ = _train_step(trainer, 0, StepMeter(model))
     left = float(torch.stack([param.grad.norm() for param in model.parameters()]).norm())
     assert left == pytest.approx(1e-3 if is_scaled else figures.grad_norm, rel=1e-4)
     assert figures.grad_norm > 0.1

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise import TransportError
-from shardwise.consistency import liveness
+from shardwise.consistency import process_groups
 from shardwise.consistency.store import JobStore
 
 
@@ -42,10 +42,6 @@ def test_a_store_that_is_gone_is_named(ask: Callable[[JobStore], Any]) -> None:
         ask(JobStore(cast(Any, Gone())))
 
 
-def test_what_cannot_be_forgotten_stays() -> None:
-    JobStore(cast(Any, Gone())).delete("key")
-
-
 def test_it_is_a_store() -> None:
     store = JobStore(dist.HashStore())
     store.set("key", "text")
@@ -53,8 +49,6 @@ def test_it_is_a_store() -> None:
     assert not store.check(["key", "other"])
     assert store.peek("key") == "text"
     assert store.add("number", 2) == 2
-    store.delete("key")
-    assert not store.check(["key"])
 
 
 # ---- a keeper that is stopped ----
@@ -119,8 +113,8 @@ def test_a_store_is_waited_for_no_longer_than_the_job_waits_for_a_rank(stopped: 
 def test_nobody_is_known_to_be_gone_while_the_store_is_silent(
     stopped: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(liveness, "BRIEF_S", 0.2)
-    assert not liveness.is_gone(stopped, 0)
+    monkeypatch.setattr(process_groups, "BRIEF_S", 0.2)
+    assert not process_groups.is_gone(stopped, 0)
 
 
 def test_the_thread_of_a_store_ends_with_it() -> None:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from helpers.ends import Gradients
 from helpers.ranks import on_ranks
 
-from shardwise.collectives.buffer_pool import BufferPool
 from shardwise.collectives.c10d import HostWork
-from shardwise.collectives.host import ExchangeLink
-from shardwise.collectives.protocol import Scale
+from shardwise.collectives.routes import Scale
+from shardwise.collectives.shared_memory import ExchangeLink
+from shardwise.collectives.streams import BufferPool
 from shardwise.consistency.process_groups import abort_connections, await_collective, closed_to, reconnect_group
 
 LARGE = 1 << 23  # elements; much more than sockets hold

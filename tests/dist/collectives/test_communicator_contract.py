@@ -22,7 +22,7 @@ from helpers.ways import LINKS, SUM_SLOT_BYTES, WAYS, Way, way_over
 from torch.distributed.tensor.debug import CommDebugMode
 
 from shardwise.collectives.c10d import GroupCommunicator
-from shardwise.collectives.protocol import Scale
+from shardwise.collectives.routes import Scale
 from shardwise.errors import TransportError
 from shardwise.layout import Bucket
 

@@ -26,8 +26,8 @@ from torch import nn
 
 import shardwise
 from shardwise import fully_shard
-from shardwise.collectives.host.local_peers import Segment, SegmentAddress
-from shardwise.collectives.host.shared_memory import HostLink
+from shardwise.collectives.local_peers import Segment, SegmentAddress
+from shardwise.collectives.shared_memory import HostLink
 
 LIMIT_S = 30.0  # for survivors to end with an error, where a collective waits 60 s
 POINTS = ("before meeting", "in meeting", "in forward", "in backward", "between reductions", "after step")

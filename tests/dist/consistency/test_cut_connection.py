@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from unittest import mock
 import torch, torch.distributed as dist
 import shardwise
-from shardwise.consistency import liveness
+from shardwise.consistency import process_groups
 
 rank, size, API, transport = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 host = rank * 2 // size
@@ -30,7 +30,7 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout
 shardwise.set_default_transport(transport)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
-with mock.patch.object(liveness, "BOOT_ID", SimpleNamespace(read_text=lambda: f"host {host}")):
+with mock.patch.object(process_groups, "BOOT_ID", SimpleNamespace(read_text=lambda: f"host {host}")):
     if API in ("fully_shard", "whole_matrix"):
         for module in (model[0], model[2], model):
             shardwise.fully_shard(module)

@@ -20,7 +20,7 @@ from helpers.ranks import on_ranks
 from helpers.runs import write_text
 
 from shardwise import ShardwiseError, fully_shard
-from shardwise.collectives.host.local_peers import HEADER_BYTES, Segment
+from shardwise.collectives.local_peers import HEADER_BYTES, Segment
 from shardwise.consistency.process_groups import check_peers
 from shardwise.errors import TransportError
 

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard, replicate, shard_model
-from shardwise.collectives.buffer_pool import is_own
+from shardwise.collectives.streams import is_own
 
 
 class Net(nn.Module):

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from shardwise import ShardedOptimizer, ZeroRedundancyOptimizer, fully_shard
-from shardwise.collectives.buffer_pool import suballocate
+from shardwise.collectives.streams import suballocate
 from shardwise.zero.optimizer import zero_backend
 
 SIZES = ((6, 5), (5,), (4, 3), (3,), (1, 7), (2, 2))  # uneven, empty shards on four ranks

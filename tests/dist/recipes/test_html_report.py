@@ -20,7 +20,7 @@ from test_train_ends import _asks_at, _config, _train
 from shardwise import Span
 from shardwise.recipes.config import TrainConfig
 from shardwise.recipes.data import TextFacts
-from shardwise.recipes.html_report import HtmlReport
+from shardwise.recipes.report import HtmlReport
 from shardwise.recipes.run_folder import Start, TrainRun
 from shardwise.recipes.sharding import HeldBytes
 from shardwise.recipes.train import DivergedError

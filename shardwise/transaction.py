@@ -31,8 +31,8 @@ from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.waiting_gradients import withdrawn
 from shardwise.observe import Track, note
+from shardwise.one_host import RandomState
 from shardwise.optim.slices import as_they_are, copied
-from shardwise.random_state import RandomState
 from shardwise.torch_private import ShardedTensor
 from shardwise.zero.optimizer import OptimizerState, ZeroRedundancyOptimizer
 

@@ -36,7 +36,7 @@ from shardwise.consistency.failure_report import (
     look_next,
     publish_failure,
 )
-from shardwise.consistency.liveness import Liveness, host_id, is_gone
+from shardwise.consistency.process_groups import Liveness, host_id, is_gone
 from shardwise.consistency.store import MEMORY_PAUSES_S, comes_soon, default_store, wait_until
 from shardwise.errors import DesyncError, StateError, TransportError
 from shardwise.layout import align
@@ -79,16 +79,16 @@ class Segment:
 
     def __init__(self, fd: int, num_bytes: int, token: bytes | None) -> None:
         self._fd = fd
-        self._map = mmap.mmap(fd, num_bytes)
+        self.mapping = mmap.mmap(fd, num_bytes)
         self.num_bytes = num_bytes
         if token is not None:
-            self._map[:_TOKEN_BYTES] = token
-        self.token = self._map[:_TOKEN_BYTES].hex()
-        self.words = memoryview(self._map)[WORDS_START:HEADER_BYTES].cast("q")
-        _live_maps[self._map] = fd
+            self.mapping[:_TOKEN_BYTES] = token
+        self.token = self.mapping[:_TOKEN_BYTES].hex()
+        self.words = memoryview(self.mapping)[WORDS_START:HEADER_BYTES].cast("q")
+        _live_maps[self.mapping] = fd
         # The descriptor stays open as long as the mapping: a forked child maps the file again. This comes last, because
         # before it the caller closes the descriptor on failure.
-        weakref.finalize(self._map, os.close, fd)
+        weakref.finalize(self.mapping, os.close, fd)
 
     @classmethod
     def create(cls, num_bytes: int, folder: str = "") -> Segment:
@@ -133,18 +133,13 @@ class Segment:
         return found
 
     @property
-    def mapping(self) -> mmap.mmap:
-        """The memory."""
-        return self._map
-
-    @property
     def address(self) -> SegmentAddress:
         """What other processes need to map this segment, which this process has created."""
         return SegmentAddress(os.getpid(), self._fd, self.num_bytes, self.token)
 
     def array(self, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
         """Return ``num_bytes`` bytes from byte ``offset``; the array keeps the mapping alive."""
-        return np.frombuffer(self._map, dtype=np.uint8, count=num_bytes, offset=offset)
+        return np.frombuffer(self.mapping, dtype=np.uint8, count=num_bytes, offset=offset)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return ``numel`` elements from byte ``offset`` as a 1-D tensor whose storage starts there.
@@ -153,7 +148,7 @@ class Segment:
         """
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")
-        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
+        return torch.frombuffer(self.mapping, dtype=dtype, count=numel, offset=offset)
 
 
 class PageOut(Listener):
@@ -597,9 +592,4 @@ class LocalPeers:
         return TransportError(f"{gone_in_words(store, [name])}; {where}. {look_next()}")
 
 
-def _abort_all() -> None:
-    for local_peers in list(_live):
-        local_peers.abort()
-
-
-exit_hooks.append(_abort_all)
+exit_hooks.append(lambda: [local_peers.abort() for local_peers in list(_live)])
