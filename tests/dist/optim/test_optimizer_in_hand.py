@@ -254,6 +254,21 @@ def test_options_set_in_a_closure_are_those_of_the_step(api: str) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("api", APIS)
+def test_what_a_closure_raises_comes_back_and_nothing_has_changed(api: str) -> None:
+    model, optimizer = _made(api)
+    before = [param.detach().clone() for param in model.parameters()]
+
+    def closure() -> float:
+        model(torch.ones(2, 6)).sum().backward()
+        raise KeyError("of the closure")
+
+    with pytest.raises(KeyError):
+        optimizer.step(closure)
+    assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("api", APIS)
 def test_a_group_is_not_added_to_groups_with_other_parameters(api: str) -> None:
     optimizer = _made(api)[1]
     _fewer(optimizer)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from helpers import pairs
 from helpers.compare import assert_equal
 from helpers.ranks import FOUR, on_ranks
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -111,19 +111,6 @@ def test_any_optimizer_may_overlap() -> None:
             extra = {"partition": partition, "parameters_as_bucket_view": partition == "even"}
             found = _train_overlapped(make_hook, optimizer_class, scheduler=True, **extra, **options)
             assert_equal(found, expected)
-
-
-@on_ranks(2, FOUR)
-def test_overlap_changes_no_bit() -> None:
-    """Bitwise between overlap_with_ddp False and True, with a hook that compresses too."""
-    for hook in (allreduce_hook, fp16_compress_hook):
-        results = []
-        for overlap in (False, True):
-            ddp = _ddp(_model())
-            zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, overlap_with_ddp=overlap, lr=1e-3)
-            ddp.register_comm_hook(None, hook_with_zero_step_interleaved(hook, ddp, zero) if overlap else hook)
-            results.append(_train(ddp, zero, steps_itself=not overlap))
-        assert_equal(*results)
 
 
 @on_ranks(2, FOUR)
