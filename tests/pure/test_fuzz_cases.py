@@ -28,10 +28,6 @@ def small(*actions: do.Action, root: Node | None = None, **changes: object) -> C
     return replace(Case(3, "structure", 2, Model(root), Settings(), actions or STEP), **changes)
 
 
-def kinds(case: Case) -> set[str]:
-    return {node.kind for _, node in places(case.model.root)}
-
-
 @of_each(AREAS)
 def test_a_seed_and_an_area_give_one_case_that_can_be_run_saved_and_written(area: str) -> None:
     cases = [draw(seed, area) for seed in range(10)]
@@ -217,38 +213,6 @@ def test_a_failure_that_needs_two_actions_shrinks_to_them() -> None:
     assert [type(action).__name__ for action in case.actions] == ["Take", "Step"]
     assert case.settings == Settings(arithmetic=case.settings.arithmetic)
     assert case.model.units == (((),),)
-
-
-def test_a_failure_that_needs_a_module_shrinks_to_it() -> None:
-    case = planted(lambda case: any(n.kind == "Oddments" and "wide" in n.form for _, n in places(case.model.root)))
-    assert case.actions == ()
-    nodes = [node for _, node in places(case.model.root)]
-    assert [(node.kind, node.form) for node in nodes] in ([("Oddments", "wide"), ("Stack", "")], [("Oddments", "wide")])
-
-
-def test_a_failure_that_needs_recomputation_within_a_unit_keeps_both() -> None:
-    def fails(case: Case) -> bool:
-        for place, node in places(case.model.root):
-            if any(each.recompute == "reentrant" for each in node.segments) and (place,) in case.model.units and place:
-                return True
-        return False
-
-    case = planted(fails)
-    (place,) = (place for place, node in places(case.model.root) if any(s.recompute for s in node.segments))
-    assert (place,) in case.model.units
-    assert len(case.model.units) == 2
-    assert case.num_ranks == 1
-
-
-def test_shrinking_stops_after_so_many_tries() -> None:
-    count = [0]
-
-    def fails(_: Case) -> bool:
-        count[0] += 1
-        return True
-
-    shrink(draw(0, "structure"), fails, max_tries=5)
-    assert count[0] == 5
 
 
 def test_shrinking_keeps_the_contender_that_fails() -> None:
