@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from helpers.compare import average_gradients, is_incomplete
 from helpers.models import Block, batch_for, build
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from helpers.sharded import batch, build_sharded
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -44,7 +44,7 @@ class Conv(nn.Module):
         return self.lin(self.conv(x).flatten(2).mean(-1))
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_any_dim_can_be_cut_unevenly() -> None:
     size = dist.get_world_size()
     for dim in (1, -1):

@@ -340,7 +340,10 @@ NOT_TORCHS = {"ties_across_units"}  # torch's class trains two weights there, in
 
 @pytest.mark.parametrize(
     ("contender", "scenario"),
-    [(who, each) for each in SCENARIOS for who in ("torch", "shardwise") if who != "torch" or each not in NOT_TORCHS],
+    [
+        *(("shardwise", each) for each in SCENARIOS),
+        *(pytest.param("torch", each, marks=pytest.mark.exhaustive) for each in SCENARIOS if each not in NOT_TORCHS),
+    ],
 )
 @on_ranks(2)
 def test_a_trainer_with_policies_trains_as_one_process(contender: str, scenario: str) -> None:

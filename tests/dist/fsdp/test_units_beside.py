@@ -68,8 +68,7 @@ def step_of(model: Any, optimizer: torch.optim.Optimizer, number: int, reference
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize(("reshard", "recomputes"), [(None, False), (True, True), (False, False)])
 @on_ranks(4)
 def test_they_train_as_the_plain_model_and_so_does_a_copy(reshard: bool | None, recomputes: bool) -> None:
     meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))

@@ -159,7 +159,7 @@ def test_gradients_are_compared_again_after_a_change() -> None:
             zero.step()
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_an_owner_without_a_gradient_is_named() -> None:
     """It would leave its share as it is."""
     for partition in PARTITIONS:

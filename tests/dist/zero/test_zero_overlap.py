@@ -148,7 +148,7 @@ def test_unused_parameters_stay_and_accumulated_gradients_count() -> None:
     assert_equal(results[2], results[0])
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_a_joined_rank_steps_its_share() -> None:
     """A rank that ran out of inputs, after one already, plays DDP's buckets and steps its share with them."""
     rank, size = dist.get_rank(), dist.get_world_size()
