@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.each import of_each
 from helpers.inside import engine_of
 from helpers.ranks import on_ranks
 from helpers.trains_alike import assert_trains_alike
@@ -143,8 +144,8 @@ class Mixture(nn.Module):
         return x + read(box)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
+@of_each(WAYS)
 def test_what_blocks_put_into_an_argument_is_trained_as_on_one_process(way: str) -> None:
     for policy in (MixedPrecisionPolicy(), WIDER):
         model = Mixture(way)
@@ -286,8 +287,8 @@ def parts(value: Any) -> Iterator[Any]:
         yield value
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
+@of_each(KINDS)
 def test_a_block_gets_cast_tensors_and_the_caller_keeps_its_own(kind: str) -> None:
     x, y = torch.full((2,), 1.0001), torch.full((3,), 1.0001)
     box = KINDS[kind](x, y)
@@ -300,8 +301,8 @@ def test_a_block_gets_cast_tensors_and_the_caller_keeps_its_own(kind: str) -> No
     assert x[0] == y[0] == torch.tensor(1.0001)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
+@of_each(KINDS)
 def test_a_container_without_anything_to_cast_is_handed_on_as_it_is(kind: str) -> None:
     box = KINDS[kind](torch.arange(2), torch.ones(2, dtype=torch.float64))
     got, (_, returned) = filled(
