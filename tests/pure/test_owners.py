@@ -28,6 +28,19 @@ def _tiles_once(chunks, numels) -> None:
         assert all(left[1] == right[0] for left, right in pairwise(mine))
 
 
+def _greedy_slowly(numels, num_ranks):
+    loads, owners = [0] * num_ranks, [0] * len(numels)
+    for index in sorted(range(len(numels)), key=lambda i: numels[i], reverse=True):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += numels[index]
+    return tuple(owners)
+
+
+@given(NUMELS, RANKS)
+def test_owners_are_sorted_greedy(numels, num_ranks) -> None:
+    assert assign_owners(numels, num_ranks) == _greedy_slowly(numels, num_ranks)
+
+
 def test_the_seed_example_is_balanced() -> None:
     sizes = [9, 7, 5, 3] * 4
     assert add_loads([0] * 4, whole_slices(sizes, 4)) == (24, 24, 24, 24)
