@@ -110,6 +110,11 @@ def test_room_for_more_gathers_all_and_room_for_nothing_gathers_as_ever() -> Non
     assert plan.prefetches[0] == (1, 2, 3)  # two small ones take less than the next large one will
 
 
+def test_a_unit_that_backward_does_not_read_is_not_gathered_again() -> None:
+    calls = plan_step(nested_order(2), facts(2, unshard_in_backward=False)).calls
+    assert sum(call.op is Op.UNSHARD for call in calls) == 3
+
+
 def test_borrowed_units_stay_while_anyone_uses_them() -> None:
     units = facts(2)
     units[0] = replace(units[0], tied_units=(1,))
