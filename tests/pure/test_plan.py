@@ -110,6 +110,16 @@ def test_room_for_more_gathers_all_and_room_for_nothing_gathers_as_ever() -> Non
     assert plan.prefetches[0] == (1, 2, 3)  # two small ones take less than the next large one will
 
 
+def test_explicit_lists_replace_what_was_learned() -> None:
+    units = facts(4)
+    units[1] = replace(units[1], forward_prefetch=(3, 4), backward_prefetch=())
+    plan = plan_step(nested_order(4), units, PrefetchBudget(1))
+    position = plan.order.entries.index(OrderEntry(1, StepEvent.PRE_FORWARD))
+    assert plan.prefetches[position] == (3, 4)
+    position = plan.order.entries.index(OrderEntry(1, StepEvent.PRE_BACKWARD))
+    assert plan.prefetches[position] == ()
+
+
 def test_a_unit_that_backward_does_not_read_is_not_gathered_again() -> None:
     calls = plan_step(nested_order(2), facts(2, unshard_in_backward=False)).calls
     assert sum(call.op is Op.UNSHARD for call in calls) == 3
