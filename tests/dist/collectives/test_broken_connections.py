@@ -22,7 +22,7 @@ from shardwise.collectives.host import ExchangeLink
 from shardwise.collectives.protocol import Scale
 from shardwise.consistency.process_groups import abort_connections, await_collective, closed_to, reconnect_group
 
-LARGE = 1 << 23  # elements; much more than sockets hold
+LARGE = 1 << 22  # elements; more than sockets hold
 # What gloo says itself, where it does; not that time is up.
 BROKEN = "the connection to rank 1 was closed in the middle of a transfer|Connection closed by peer|reset by peer"
 Group = dist.ProcessGroup
