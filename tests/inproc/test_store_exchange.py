@@ -22,6 +22,17 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> dist.Store:
     return dist.HashStore() if request.param == "memory" else dist.FileStore(str(tmp_path / "store"), 1)
 
 
+def test_one_deadline_holds_for_all() -> None:
+    exchange = make_exchange(timeout_s=0.8)
+
+    def body(own: StoreExchange) -> dict[int, str]:
+        time.sleep(0.5 * own.rank)
+        own.post("word", "here")
+        return own.collect("word", range(3)) if own.rank == 0 else {}
+
+    assert on_threads(body, exchange)[0] == {0: "here", 1: "here"}
+
+
 def test_one_that_is_gone_ends_a_wait_for_others_that_need_it() -> None:
     store = dist.HashStore()
     announce_as(store, MEMBERS[2], gone_process())
