@@ -7,16 +7,23 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
-from fuzz import fixed_sums
 from fuzz.areas import AREAS
 from fuzz.campaign import Campaign, Tally
 from fuzz.case import from_json
-from fuzz.divergence import __main__ as divergence
+from fuzz.divergence.area import DIVERGENCE
 from fuzz.faults import FAULTS
+from fuzz.fixed_sums import REPRODUCIBLE
+from fuzz.programs import Programs
 from fuzz.runner import Runner
 from fuzz.selftest import put_table, run_self_test, table_of
 from fuzz.taken_back import FIXES
+
+OF_THEIR_OWN: dict[str, tuple[Programs[Any], list[int]]] = {  # and on how many ranks; none: on the most
+    "divergence": (DIVERGENCE, [2, 4]),
+    "reproducible": (REPRODUCIBLE, []),
+}
 
 
 def main() -> None:
@@ -48,12 +55,12 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="with --self-test: the page in which to replace the table of counts")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    if args.area == "divergence":
-        sys.exit(divergence.run_for(args.minutes * 60, args.cases, args.seed, args.ranks))
-    if args.area == "reproducible":
+    if args.area in OF_THEIR_OWN:
+        programs, sizes = OF_THEIR_OWN[args.area]
         if args.replay is not None:
-            sys.exit(fixed_sums.replay(args.replay))
-        sys.exit(fixed_sums.run_for(args.minutes * 60, args.cases, args.seed, args.ranks))
+            sys.exit(programs.replay(args.replay))
+        chosen = [size for size in sizes if size <= args.ranks] or [args.ranks]
+        sys.exit(programs.run_for(args.minutes * 60, args.cases, args.seed, chosen))
     areas = args.area.split(",") if args.area else [each for each in AREAS if (args.device, each) != ("cuda", "meta")]
     unknown = sorted(set(areas) - set(AREAS))
     if unknown:

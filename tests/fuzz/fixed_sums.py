@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -22,17 +19,16 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import dropout
 
 import shardwise
-from fuzz import case as cases
-from fuzz.case import WIDTH, Model, Settings, decode, encode
+from fuzz.case import WIDTH, Case, Model, Settings
 from fuzz.draw_model import draw_model
 from fuzz.optims import OPTIMIZERS
 from fuzz.phases import Play
+from fuzz.programs import Programs
 from fuzz.render import render
 from fuzz.shrink import candidates as smaller_cases
 from fuzz.weights import ODDMENTS, Weights, table
 from fuzz.zoo import unbox
 from shardwise.checkpoint import finish, load, save
-from shardwise.testing.pool import WorkerPool
 
 APIS = ("fully_shard", "fully_shard", "zero3", "zero2", "hsdp", "hfsdp", "ddp", "zero1", "replicate")
 PLAIN = ("small_sgd", "adamw", "adam", "foreach", "fused", "adagrad", "rmsprop")
@@ -41,7 +37,6 @@ KINDS = table(Mlp=6, Oddments=3, Conv=1, Lookup=1, Lstm=0.3, Norm=0.1)
 WEIGHTS = Weights(
     kinds=KINDS, real_kinds=table(), oddments=ODDMENTS, twice=0.15, recompute=0.15, tie=0.15, frozen=0.1, formats=True
 )
-BATCH, LIMIT_S, MORE_S = 4, 20.0, 10.0  # cases per call of the pool; seconds of a call, and of each case
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,37 +142,12 @@ def candidates(case: Fixed) -> Iterator[Fixed]:
             yield replace(case, steps=(*case.steps[:number], simpler, *case.steps[number + 1 :]))
 
 
-def shrink(case: Fixed, fails: Callable[[Fixed], bool], tries: int) -> Fixed:
-    """Return a smaller program that fails, too, after at most ``tries`` runs."""
-    progress = True
-    while progress:
-        progress = False
-        for each in candidates(case):
-            tries -= 1
-            if tries < 0:
-                return case
-            if fails(each):
-                case, progress = each, True
-                break
-    return case
-
-
-def to_json(case: Fixed) -> str:
-    """Return ``case`` as one line of JSON."""
-    return json.dumps(encode(case))
-
-
-def from_json(text: str) -> Fixed:
-    """Return the case that :func:`to_json` wrote."""
-    return decode(Fixed, json.loads(text))
-
-
 # ---- on the ranks ----
 
 
-def _as_case(case: Fixed) -> cases.Case:
+def _as_case(case: Fixed) -> Case:
     settings = Settings(arithmetic="reals")
-    return cases.Case(case.seed, "reproducible", case.num_ranks, case.model, settings, ())
+    return Case(case.seed, "reproducible", case.num_ranks, case.model, settings, ())
 
 
 class _Run:
@@ -306,10 +276,10 @@ def _train(case: Fixed, places: Sequence[Any], folder: str) -> Answer:
     return found
 
 
-def run_rank(texts: list[str]) -> list[list[tuple[str, Answer]]]:
+def run_rank(cases: list[Fixed]) -> list[list[tuple[str, Answer]]]:
     """Run cases on this rank; return what each gives over each of its shapes."""
     answers: list[list[tuple[str, Answer]]] = []
-    for case in map(from_json, texts):
+    for case in cases:
         rank, places = dist.get_rank(), list[Any]()
         folders = [tempfile.mkdtemp() if not rank else ""]
         dist.broadcast_object_list(folders)
@@ -335,30 +305,11 @@ def run_rank(texts: list[str]) -> list[list[tuple[str, Answer]]]:
 
 # ---- beside the ranks ----
 
-
-def failures_of(pool: WorkerPool, programs: list[Fixed]) -> list[str]:
-    """Run ``programs``; return the failure of each, whose first line tells kinds apart; "" if there is none."""
-    answers = pool.attempt(
-        run_rank,
-        num_ranks=programs[0].num_ranks,
-        timeout_s=LIMIT_S + MORE_S * len(programs),
-        group_timeout_s=60.0,
-        texts=[to_json(each) for each in programs],
-    )
-    errors = [answer.error for answer in answers if answer.error]
-    if not errors:
-        return [_in_words(found) for found in answers[0].value]
-    pool.replace()
-    if len(programs) > 1:
-        return [failures_of(pool, [each])[0] for each in programs]
-    raised = [error.strip().splitlines()[-1] for error in errors if "did not return" not in error]
-    return ["\n".join([f"raises {raised[0]}" if raised else "hangs", *errors])]
-
-
 REFUSED: Counter[str] = Counter()
 
 
-def _in_words(found: list[tuple[str, Answer]]) -> str:
+def _in_words(ranks: list[list[tuple[str, Answer]]]) -> str:
+    found = ranks[0]
     _, expected = found[0]
     if expected[0][0] == "refused":
         REFUSED[expected[0][1][:60]] += 1
@@ -373,33 +324,17 @@ def _in_words(found: list[tuple[str, Answer]]) -> str:
     return ""
 
 
-def run_for(seconds: float, max_cases: int, seed: int, max_ranks: int) -> bool:
-    """Run programs from ``seed`` on; 100 without a limit.  Returns True if any failed."""
-    end, count, kinds = time.monotonic() + seconds, 0, Counter[str]()
-    max_cases = max_cases or (not seconds) * 100
-    with WorkerPool(max_ranks, preload=("torch", "torch.distributed.tensor", "fuzz.fixed_sums")) as pool:
-        while (not seconds or time.monotonic() < end) and (not max_cases or count < max_cases):
-            programs = [draw(each, max_ranks) for each in range(seed, seed + BATCH)]
-            for case, failure in zip(programs, failures_of(pool, programs), strict=True):
-                count += 1
-                if failure:
-                    kind = "".join(each for each in failure.split("\n")[0][:80] if not each.isdigit())
-                    kinds[kind] += 1
-                    print(f"seed {case.seed}, {max_ranks} ranks: {failure[:400]}", flush=True)
-                    if kinds[kind] == 1:
-                        small = shrink(case, lambda each, of=failure[:10]: failures_of(pool, [each])[0][:10] == of, 60)
-                        print(f"{failures_of(pool, [small])[0][:1500]}\nreplay: {to_json(small)}\n", flush=True)
-            seed += BATCH
-    print(
-        f"{count} cases on {max_ranks} ranks; the next seed is {seed}; failures: {dict(kinds)}; refused: {dict(REFUSED)}"
-    )
-    return bool(kinds)
-
-
-def replay(path: Path) -> bool:
-    """Run the program in a file; return True if it fails."""
-    case = from_json(path.read_text())
-    with WorkerPool(case.num_ranks) as pool:
-        failure = failures_of(pool, [case])[0]
-    print(failure or "equal")
-    return bool(failure)
+REPRODUCIBLE = Programs(
+    kind=Fixed,
+    draw=draw,
+    candidates=candidates,
+    run_rank=run_rank,
+    arguments=lambda cases: {"cases": cases},
+    in_words=_in_words,
+    preload="fuzz.fixed_sums",
+    batch=4,
+    limit_s=20.0,
+    more_s=10.0,
+    tries=60,
+    refused=REFUSED,
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any, TypeVar, cast
 
@@ -12,15 +12,15 @@ from fuzz.eligible import peer_of, suits
 from fuzz.nodes import Place, places
 
 T = TypeVar("T", Action, Settings)
+C = TypeVar("C")
 
 
-def shrink(case: Case, fails: Callable[[Case], bool], max_tries: int = 200) -> Case:
+def smallest(case: C, fails: Callable[[C], bool], candidates: Callable[[C], Iterable[C]], max_tries: int) -> C:
     """Return the smallest case that was found to fail, by greedy steps; ``fails`` is asked at most ``max_tries`` times."""
-    tries = 0
-    progress = True
+    tries, progress = 0, True
     while progress:
         progress = False
-        for candidate in filter(None, map(_valid, candidates(case))):
+        for candidate in candidates(case):
             if tries >= max_tries:
                 return case
             tries += 1
@@ -28,6 +28,11 @@ def shrink(case: Case, fails: Callable[[Case], bool], max_tries: int = 200) -> C
                 case, progress = candidate, True
                 break
     return case
+
+
+def shrink(case: Case, fails: Callable[[Case], bool], max_tries: int = 200) -> Case:
+    """Return the smallest case that was found to fail; ``fails`` is asked at most ``max_tries`` times."""
+    return smallest(case, fails, lambda found: filter(None, map(_valid, candidates(found))), max_tries)
 
 
 def only(case: Case, contender: Contender) -> Case:

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
-import torch.distributed as dist
 from helpers.inside import Recorder, engine_of, start_peak
 from helpers.models import Block
 from helpers.sharded import build_sharded
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from helpers.streams import standing_for
 
 from shardwise import fully_shard
 from shardwise.plan.schedule import peak_bytes
-
-
-@contextmanager
-def standing_for(rank: int, world: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", ["plain", "tied", "matrices"])
@@ -60,15 +47,3 @@ def test_shards_of_a_thousand_ranks_tile_the_parameters() -> None:
                 assert param.to_local().shape[0] == max(0, min(chunk, size - rank * chunk)), (rank, name)
                 rows[name] += param.to_local().shape[0]
     assert rows["up.weight"] == 3 * 3
-
-
-def test_the_engine_gives_everything_back_after_an_exception() -> None:
-    with standing_for(3, 8):
-        model = build_sharded("plain")
-        handle = model[1].register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(torch.zeros(2, 7))
-        handle.remove()
-        assert engine_of(model).comm_ctx.pool.used_bytes == 0
-        model(torch.zeros(2, 7)).sum().backward()
-        assert engine_of(model).comm_ctx.pool.used_bytes == 0

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from helpers.store_exchanges import announce_as, announce_elsewhere, gone_process, make_exchange
+from helpers.store_exchanges import announce_as, announce_elsewhere
 
 from shardwise import DesyncError, TransportError, record
 from shardwise.consistency import failure_report
-from shardwise.consistency.agreement import GroupAgreement, begin_generation
+from shardwise.consistency.agreement import begin_generation
 from shardwise.consistency.failure_report import (
     ASKS,
     cited,
@@ -41,12 +41,6 @@ def job() -> Iterator[dist.Store]:
 
 def _words() -> str:
     return report_of(default_store(), 0)
-
-
-@pytest.mark.usefixtures("job")
-def test_an_error_of_ours_is_there_for_the_other_ranks_to_read() -> None:
-    DesyncError("rank 3 has another plan\nEvery rank must")
-    assert _words() == "DesyncError: rank 3 has another plan | Every rank must"
 
 
 @pytest.mark.usefixtures("job")
@@ -112,19 +106,6 @@ def test_a_rank_that_asks_the_others_is_waited_for_until_it_knows_the_reason() -
         assert found.result() == "DesyncError: rank 9 is gone"
 
 
-def test_a_rank_that_is_late_is_cited_with_why_it_left() -> None:
-    store = dist.HashStore()
-    put(store, 5, "DesyncError: rank 9 has another plan")
-    found = make_exchange(store)[0].absence([1], "rank 5 did not come")
-    assert found == "rank 5 did not come; the last error of rank 5: DesyncError: rank 9 has another plan"
-
-
-def test_of_a_backends_own_error_the_rank_that_is_gone_is_named() -> None:
-    store = dist.HashStore()
-    announce_as(store, 2, gone_process())
-    assert found_among([1, 2], store).startswith("rank 2 is gone")
-
-
 @pytest.mark.parametrize(
     ("own", "left", "far"),
     [
@@ -173,18 +154,6 @@ def test_a_backends_own_error_carries_what_is_known_of_the_others(
     assert written is not None
     assert "rank 1 is gone" in written.reasons[-1].text
     assert _words().endswith("Connection closed by peer; rank 1 is gone")
-
-
-def test_a_rank_that_reports_why_it_failed_is_cited_where_a_collective_of_a_group_fails(job: dist.Store) -> None:
-    for rank in (5, 9):
-        put(job, rank, f"DesyncError: rank {rank} is in consolidate_state_dict(to=0)")
-    assert dist.group.WORLD is not None
-    agreement = GroupAgreement(dist.group.WORLD, make_exchange(job)[0], has_peers=True)
-    found = str(agreement.explain("step() number 3", RuntimeError("Timed out waiting 20000ms")))
-    assert found.startswith(
-        "step() number 3: all ranks have failed; the last error of rank 5: DesyncError: rank 5 is in"
-    )
-    assert "the last error of rank 9" in found
 
 
 @pytest.mark.usefixtures("job")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fake_accelerator.accelerator import FakeAccelerator
 from helpers.streams import standing_for
 
-from shardwise.collectives.streams import SideStream, device_of
+from shardwise.collectives.streams import SideStream
 from shardwise.errors import StateError
 from shardwise.torch_private import swap_storage
 
@@ -30,13 +30,6 @@ def lane(fake: FakeAccelerator) -> SideStream:
 
 def rules(fake: FakeAccelerator) -> list[str]:
     return [violation.kind for violation in fake.violations]
-
-
-def test_it_stands_for_the_host_inside_alone() -> None:
-    fake = FakeAccelerator()
-    with fake.in_use():
-        assert device_of(torch.device("cpu")) is fake
-    assert not device_of(torch.device("cpu")).has_streams
 
 
 def test_parts_of_one_block_do_not_meet(fake: FakeAccelerator, lane: SideStream) -> None:
@@ -94,17 +87,6 @@ def test_copies_to_memory_that_is_not_page_locked_make_the_host_wait(fake: FakeA
     host = fake.host_memory(NUMEL, torch.float32, pins=False)
     host.copy_(torch.ones(NUMEL), non_blocking=True)
     assert len(fake.timeline.host_waits) == 1
-
-
-def test_operations_of_a_lane_take_no_memory_of_the_host(fake: FakeAccelerator) -> None:
-    torch.ones(NUMEL).add_(fake.host_memory(NUMEL, torch.float32, pins=True))
-    assert rules(fake) == ["wrong memory"]
-
-
-def test_values_are_real(fake: FakeAccelerator) -> None:
-    host = fake.host_memory(NUMEL, torch.float32, pins=True).fill_(2.0)
-    assert fake.fetch(host, torch.float64).tolist() == [2.0] * NUMEL
-    assert fake.fetch(host, torch.float32).data_ptr() != host.data_ptr()
 
 
 def test_a_collective_that_it_does_not_know_is_refused() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers.links import make_links
+from helpers.store_exchanges import gone_process
 
 from shardwise import TransportError
 from shardwise.collectives import local_peers as shm
@@ -127,3 +129,9 @@ def test_a_rank_names_the_one_that_was_late_and_the_others_the_one_that_gave_up(
     assert "rank 0 raised an exception while rank 1 was at the start of a forward" in second
     assert "rank 0 raised an exception while rank 2 was at the start" in open_link(links[2])
     assert open_all(links, "forward") == [True] * 3
+
+
+def test_a_link_of_some_ranks_names_them_as_the_job_does() -> None:
+    links = make_links(pids=[os.getpid(), gone_process()], members=(2, 3))
+    with pytest.raises(TransportError, match="rank 3 is gone .*; rank 2 waited .* s for it at the start of a forward"):
+        links[0].open("forward", False)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.links import SEGMENT_BYTES, make_links
 from helpers.store_exchanges import announce_as, gone_process
 
-from shardwise import TransportError, observe
-from shardwise.collectives.local_peers import HEADER_BYTES, NUM_WORDS, Arena, Segment
-from shardwise.consistency.process_groups import Liveness, is_gone
+from shardwise import observe
+from shardwise.collectives.local_peers import HEADER_BYTES, Arena, Segment
+from shardwise.consistency.process_groups import is_gone
+
+SEGMENT_BYTES = HEADER_BYTES + 4096
 
 
 @pytest.fixture
@@ -30,32 +29,6 @@ def gone_pid() -> int:
 def num_fds() -> int:
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
-
-
-def test_a_segment_opened_by_its_address_is_the_same_memory() -> None:
-    mine = Segment.create(SEGMENT_BYTES)
-    theirs = Segment.open(mine.address)
-    assert (theirs.token, theirs.num_bytes, len(theirs.words)) == (mine.token, SEGMENT_BYTES, NUM_WORDS)
-    assert not any(mine.words)
-    mine.words[0], mine.words[NUM_WORDS - 1] = 7, -(1 << 60)
-    assert (theirs.words[0], theirs.words[NUM_WORDS - 1]) == (7, -(1 << 60))
-    left = mine.tensor(HEADER_BYTES, 4, torch.float32)
-    right = theirs.tensor(HEADER_BYTES, 4, torch.float32)
-    left.copy_(torch.arange(4.0))
-    assert right.tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert mine.tensor(HEADER_BYTES + 8, 2, torch.float32).tolist() == [2.0, 3.0]
-    assert mine.token == theirs.token, "tensors and words lie apart from the token"
-
-
-def test_a_tensor_starts_its_own_storage_and_keeps_the_memory() -> None:
-    segment = Segment.create(SEGMENT_BYTES)
-    tensor = segment.tensor(HEADER_BYTES + 64, 3, torch.bfloat16)
-    assert (tensor.storage_offset(), tuple(tensor.shape), tensor.dtype) == (0, (3,), torch.bfloat16)
-    assert segment.tensor(HEADER_BYTES, 0, torch.int64).shape == (0,)
-    del segment
-    gc.collect()
-    tensor.fill_(2.0)
-    assert tensor.tolist() == [2.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -92,16 +65,6 @@ def test_descriptors_are_closed_with_the_memory() -> None:
     assert num_fds() == before
 
 
-def test_liveness(gone_pid: int) -> None:
-    assert Liveness(os.getpid()).is_alive()
-    assert not Liveness(gone_pid).is_alive()
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    handle = Liveness(child.pid)
-    assert handle.is_alive()
-    child.communicate(b"\n")
-    assert not handle.is_alive()
-
-
 def test_processes_of_other_hosts_and_containers_are_not_looked_for(
     gone_pid: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,29 +73,6 @@ def test_processes_of_other_hosts_and_containers_are_not_looked_for(
         patched.setattr(os, "readlink", lambda _: "pid:[1]")
         announce_as(store, 1, gone_pid)
     assert not is_gone(store, 1)
-
-
-def test_a_link_names_the_rank_that_is_gone_not_the_one_that_left_because_of_it(gone_pid: int) -> None:
-    links = make_links(pids=[os.getpid(), os.getpid(), gone_pid])
-    links[1].sections.host.segments[1].words[0] = 1  # rank 1 has left a span by an exception
-    with pytest.raises(
-        TransportError,
-        match="rank 2 is gone .*; rank 0 was at the start of a forward",
-    ):
-        links[0].open("forward", False)
-
-
-def test_a_link_names_a_rank_that_left_alone() -> None:
-    links = make_links(3)
-    links[1].sections.host.segments[1].words[0] = 1
-    with pytest.raises(TransportError, match="rank 1 raised an exception while"):
-        links[0].open("forward", False)
-
-
-def test_a_link_of_some_ranks_names_them_as_the_job_does(gone_pid: int) -> None:
-    links = make_links(pids=[os.getpid(), gone_pid], members=(2, 3))
-    with pytest.raises(TransportError, match="rank 3 is gone .*; rank 2 waited .* s for it at the start of a forward"):
-        links[0].open("forward", False)
 
 
 def test_memory_whose_places_are_dropped_lies_in_one_file(tmp_path: Path) -> None:

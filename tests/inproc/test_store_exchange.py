@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -23,16 +22,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> dist.Store:
     return dist.HashStore() if request.param == "memory" else dist.FileStore(str(tmp_path / "store"), 1)
 
 
-def test_posts_come_in_rank_order_whoever_is_first(store: dist.Store) -> None:
-    def body(exchange: StoreExchange) -> dict[int, str]:
-        time.sleep(0.02 * (2 - exchange.rank))
-        exchange.post("word", f"of {exchange.rank}")
-        return exchange.collect("word", range(exchange.size))
-
-    found = on_threads(body, make_exchange(store))
-    assert [list(each.items()) for each in found] == [[(rank, f"of {rank}") for rank in range(3)]] * 3
-
-
 def test_one_deadline_holds_for_all() -> None:
     exchange = make_exchange(timeout_s=0.8)
 
@@ -42,25 +31,6 @@ def test_one_deadline_holds_for_all() -> None:
         return own.collect("word", range(3)) if own.rank == 0 else {}
 
     assert on_threads(body, exchange)[0] == {0: "here", 1: "here"}
-
-
-def test_who_comes_in_time_is_heard_behind_one_who_does_not(store: dist.Store) -> None:
-    exchange = make_exchange(store)
-    exchange[2].post("word", "in time")
-    assert exchange[0].collect("word", [1, 2], 0.05) == {2: "in time"}
-
-
-def test_posts_are_waited_for_while_their_rank_is_there_or_unknown(store: dist.Store) -> None:
-    exchange = make_exchange(store)
-    announce_as(store, MEMBERS[1], gone_process())
-    announce_as(store, MEMBERS[0], os.getpid())
-    exchange[1].post("word", "left before it went")
-    start = time.monotonic()
-    assert exchange[0].collect("word", [1], 60.0) == {1: "left before it went"}
-    assert exchange[0].collect("other word", [0, 1, 2], 60.0) == {}
-    assert time.monotonic() - start < 30, "a rank that is gone was waited for"
-    assert exchange[0].gone(range(3)) == [1]
-    assert exchange[0].collect("other word", [0, 2], 0.1) == {}
 
 
 def test_one_that_is_gone_ends_a_wait_for_others_that_need_it() -> None:
@@ -78,14 +48,6 @@ def test_an_absence_names_the_rank_that_is_gone_before_one_that_is_late() -> Non
     announce_as(store, MEMBERS[2], gone_process())
     found = exchange.absence([1, 2], LATE)
     assert found.startswith("rank 9 is gone (it reported no exception")
-
-
-def test_nobody_is_known_to_be_gone_without_notes() -> None:
-    store = dist.HashStore()
-    announce_as(store, MEMBERS[1], gone_process())
-    exchange = StoreExchange(make_exchange(store)[0].store, "posts", MEMBERS, 0, 0.7)
-    assert exchange.collect("word", [1]) == {}
-    assert exchange.gone([1]) == []
 
 
 def test_a_wait_ends_once_what_has_come_is_enough() -> None:

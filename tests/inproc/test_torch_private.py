@@ -719,13 +719,6 @@ def test_a_fake_world_leaves_no_process_group() -> None:
     assert not dist.is_initialized()
 
 
-def test_the_dict_of_buffers_is_the_modules_own() -> None:
-    module = nn.BatchNorm1d(2)
-    private.buffers_of(module)["running_mean"] = torch.full((2,), 7.0)
-    assert module.running_mean is not None
-    assert module.running_mean.tolist() == [7.0, 7.0]
-
-
 def test_nodes_of_graphs_are_counted() -> None:
     before = private.num_nodes_made()
     (torch.ones(2, requires_grad=True) * 2).sum()

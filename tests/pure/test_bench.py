@@ -20,7 +20,7 @@ from shardwise import ConfigError
 
 sys.path.append(str(ROOT / "benchmarks"))
 import bench
-from bench import BenchRequest, build_parser, main, read_bench_request
+from bench import BenchRequest, build_parser, read_bench_request
 from bench_contenders import (
     CONTENDERS,
     SHAPES,
@@ -29,19 +29,13 @@ from bench_contenders import (
     choose_names,
     count_parameters,
     held_bytes,
-    settle_ranks,
 )
 from bench_figures import (
-    COLORS,
-    HostLoad,
     MeasuredMemory,
     Row,
-    disturbances,
     find_wrong_losses,
     format_table,
-    largest,
     make_rows,
-    write_json,
 )
 from bench_timing import (
     PeakSampler,
@@ -60,90 +54,12 @@ def _request(*words: str, num_gpus: int = 0, num_cores: int = 8) -> BenchRequest
     return read_bench_request(build_parser().parse_args(words), num_gpus, num_cores)
 
 
-@pytest.mark.parametrize(
-    ("words", "num_gpus", "expected"),
-    [
-        (["--ranks", "0"], 0, "--ranks is 0"),
-        (["--rounds", "0"], 0, "--rounds is 0"),
-        (["--batch", "-1"], 0, "--batch is -1"),
-        (["--backend", "nccl"], 0, "finds no GPU"),
-        (["--ranks", "2"], 1, "NCCL refuses ranks that share one. Use --ranks 1, or --backend gloo"),
-        (["--ranks", "2", "--backend", "nccl"], 1, "this host has 1 GPU"),
-        (["--only", "FSDP3"], 0, "'FSDP3' is not a contender. Known: 'local'"),
-        (["--only", "shardwise hybrid"], 0, "cannot run on 2 rank(s) over gloo: two copies"),
-        (["--only", "* (gloo)"], 1, "nccl leaves no choice of transport"),
-        (["--out", sys.executable], 0, "is a file"),
-    ],
-)
-def test_a_wrong_value_is_refused(words: list[str], num_gpus: int, expected: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        _request(*words, num_gpus=num_gpus)
-    assert expected in str(caught.value)
-
-
-@pytest.mark.parametrize("words", [["--shape", "round"], ["--backend", "mpi"], ["--only"], ["--rounds", "x"], ["more"]])
-def test_an_unknown_option_value_ends_with_usage(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(words)
-    assert caught.value.code == 2
-    assert "usage: bench.py" in capsys.readouterr().err
-
-
-def test_the_command_says_once_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--only", "nobody"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("bench.py: error: --only 'nobody'")
-    assert captured.err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("backend", "ranks", "num_gpus", "num_cores", "settled"),
-    [
-        ("auto", None, 0, 8, ("gloo", 2)),
-        ("auto", None, 0, 1, ("gloo", 1)),
-        ("auto", 4, 0, 1, ("gloo", 4)),
-        ("auto", None, 3, 8, ("nccl", 3)),
-        ("auto", 1, 3, 8, ("nccl", 1)),
-        ("gloo", None, 3, 8, ("gloo", 2)),
-    ],
-)
-def test_the_host_decides_what_is_not_given(
-    backend: str, ranks: int | None, num_gpus: int, num_cores: int, settled: tuple[str, int]
-) -> None:
-    assert settle_ranks(backend, ranks, num_gpus, num_cores) == settled
-
-
-def test_options_become_the_config(tmp_path: Path) -> None:
-    request = _request("--shape", "deep", "--ranks", "4", "--batch", "3", "--seed", "5", "--out", str(tmp_path / "new"))
-    assert (request.config.shape, request.config.ranks, request.config.batch, request.config.seed) == ("deep", 4, 3, 5)
-    assert request.config.names == tuple(CONTENDERS)
-    assert request.config.tokens_per_step == 4 * 3 * SHAPES["deep"].model.context
-    assert request.config.label == "bench_deep_w4_gloo"
-    assert request.with_memory
-    assert not _request("--no-memory").with_memory
-    assert _request().out is None
-
-
-def test_by_default_all_that_can_run_do() -> None:
-    assert set(choose_names(None, 4, "gloo")) == set(CONTENDERS)
-    assert set(CONTENDERS) - set(choose_names(None, 2, "gloo")) == {"shardwise hybrid"}
-    assert not [name for name in choose_names(None, 4, "nccl") if name.endswith("(gloo)")]
-
-
 def test_patterns_choose_contenders_and_local_is_always_one() -> None:
     assert choose_names(["shardwise full*", "FSDP2"], 2, "gloo") == (
         "local", "FSDP2", "shardwise full", "shardwise full (gloo)", "shardwise full + fused"
     )  # fmt: skip
     assert "shardwise hybrid" not in choose_names(["shardwise*"], 2, "gloo")
     assert choose_names(["DDP"], 2, "gloo") == ("local", "DDP")
-
-
-def test_every_contender_has_a_name_of_its_own_and_a_color() -> None:
-    assert all(name == contender.name for name, contender in CONTENDERS.items())
-    assert {contender.family for contender in CONTENDERS.values()} == set(COLORS)
-    assert {c.name for c in CONTENDERS.values() if c.transport == "gloo"} == {n for n in CONTENDERS if "(gloo)" in n}
-    assert {c.name for c in CONTENDERS.values() if c.dtype == "bf16"} == {n for n in CONTENDERS if "bf16" in n}
 
 
 def test_contenders_that_do_not_fit_together_are_refused() -> None:
@@ -192,36 +108,6 @@ def test_rows_hold_medians_of_the_slowest_rank_and_ratios_of_them() -> None:
     assert ours.memory.wire_bytes_per_step == 5 << 20
 
 
-@pytest.mark.parametrize(
-    ("host", "said"),
-    [
-        (HostLoad(10.0, 20.2, 0.0, 20.0, 2), []),  # the ranks use both cores
-        (HostLoad(10.0, 20.0, 0.0, 14.0, 2), ["other processes used 0.6 of 2 cores while contenders were timed"]),
-        (HostLoad(10.0, 70.0, 0.0, 20.0, 64), []),  # five cores of others, and 57 idle
-        (HostLoad(10.0, 500.0, 0.0, 20.0, 64), ["other processes used 48.0 of 64 cores while contenders were timed"]),
-        (HostLoad(10.0, 19.0, 1.0, 19.0, 2), ["the hypervisor took 5% of the cores' time"]),
-        (HostLoad(), []),
-    ],
-)
-def test_what_disturbs_a_run_is_named(host: HostLoad, said: list[str]) -> None:
-    quiet = [row for row in _rows() if row.name == "FSDP2"]
-    assert disturbances(host, quiet) == said
-
-
-def test_rounds_that_differ_much_are_named() -> None:
-    local, *_ = _rows()
-    assert (local.least_s, local.most_s) == (0.2, 0.6)
-    assert disturbances(HostLoad(), _rows()) == [
-        "the middle half of the rounds spreads over more than 25% of the median: local"
-    ]
-
-
-def test_a_figure_that_one_rank_lacks_is_none() -> None:
-    other = MeasuredMemory(None, 9 << 20, None, None, None, 3, None)
-    found = largest([MEMORY, other])
-    assert found == MeasuredMemory(None, 9 << 20, None, None, None, 7, None)
-
-
 @pytest.mark.parametrize("loss", [4.5 + 2e-3, 4.5 - 2e-3, math.nan, math.inf])
 def test_a_loss_beyond_rounding_is_wrong(loss: float) -> None:
     (found,) = find_wrong_losses({"a": 4.5, "b": loss}, {"a": 4.5005, "b": 4.5}, {"a": "fp32", "b": "fp32"})
@@ -238,27 +124,6 @@ def test_the_table_is_aligned_and_shows_what_was_not_measured() -> None:
     ]  # fmt: skip
     bare = format_table(_rows(memory=False, names=("local", "shardwise full"))).splitlines()
     assert bare[2].split() == ["shardwise", "full", "220.0", "220.0", "300.0", "1.100", "-", "455", *["-"] * 4]
-
-
-def test_the_json_holds_rows_machine_and_how_it_was_measured(tmp_path: Path) -> None:
-    write_json(tmp_path / "b.json", CONFIG, _rows(), {"cpu": "some"}, "benchmarks/bench.py", 867_072)
-    found = json.loads((tmp_path / "b.json").read_text())
-    assert found["machine"] == {"cpu": "some"}
-    assert found["shape"] == {
-        "name": "small",
-        "layers": 4,
-        "width": 128,
-        "heads": 4,
-        "context": 64,
-        "parameters": 867072,
-        "experts": 0,
-        "top_k": 1,
-    }
-    assert (found["ranks"], found["backend"], found["rounds"], found["batch_per_rank"]) == (2, "gloo", 3, 2)
-    assert [row["name"] for row in found["rows"]] == ["local", "FSDP2", "shardwise full"]
-    assert set(found["rows"][0]) == {field.name for field in dataclasses.fields(Row)}
-    assert found["rows"][2]["memory"]["peak_live_bytes"] == 2 << 20
-    assert set(found["notes"]) >= {"time", "wire", "live", "losses"}
 
 
 def test_a_contender_with_a_wrong_loss_fails_the_command(

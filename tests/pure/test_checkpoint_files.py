@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from shardwise.checkpoint.files import Files, give_back, read_all, take, write_all
-from shardwise.errors import CheckpointError, DamagedCheckpointError
+from shardwise.errors import DamagedCheckpointError
 
 
 def test_nothing_but_a_file_of_the_folder_is_opened(tmp_path: Path) -> None:
@@ -38,40 +36,6 @@ def test_a_file_that_ends_early_or_is_too_long_is_an_error(tmp_path: Path) -> No
     file.close()
     with pytest.raises(FileExistsError):
         write_all(files, path, b"")
-
-
-def take_and_stay(folder: Path, pipe: Connection) -> None:
-    take(folder)
-    pipe.send("taken")
-    pipe.recv()
-
-
-def test_a_lock_is_of_one_process_until_that_ends(tmp_path: Path) -> None:
-    take(tmp_path)
-    take(tmp_path)  # it is ours
-    assert f"process {os.getpid()} on " in (tmp_path / ".lock").read_text()
-    child = os.fork()
-    if not child:  # a fork does not own it
-        with pytest.raises(CheckpointError, match=f"process {os.getppid()} on "):
-            take(tmp_path)
-        give_back(tmp_path)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    give_back(tmp_path)
-    assert os.listdir(tmp_path) == []
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    other = context.Process(target=take_and_stay, args=(tmp_path, theirs))
-    other.start()
-    assert ours.recv() == "taken"
-    with pytest.raises(CheckpointError, match=f"another job: process {other.pid} on "):
-        take(tmp_path)
-    give_back(tmp_path)  # not ours
-    other.kill()
-    other.join()
-    take(tmp_path)
-    give_back(tmp_path)
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_lock_writes_to_no_file_of_others(tmp_path: Path) -> None:

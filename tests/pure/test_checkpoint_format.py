@@ -7,8 +7,6 @@ import json
 import math
 import random
 from collections import Counter
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,10 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load as load_with_safetensors
 
 from shardwise.checkpoint.contents import decode, encode
-from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.format import (
     DTYPE_BYTES,
-    SMALL_BYTES,
     Entry,
     FileRecord,
     Held,
@@ -30,7 +26,6 @@ from shardwise.checkpoint.format import (
     PartRecord,
     TensorRecord,
     Window,
-    Write,
     from_bytes,
     from_fields,
     header_bytes,
@@ -39,7 +34,6 @@ from shardwise.checkpoint.format import (
     make_header,
     parse_header,
     plain,
-    runs_of,
     share_out,
     split,
     step_folder,
@@ -48,7 +42,6 @@ from shardwise.checkpoint.format import (
     to_bytes,
     whole,
 )
-from shardwise.checkpoint.save import SaveId, write_part
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 # ---- names ----
@@ -82,82 +75,12 @@ def test_steps_have_one_name() -> None:
 # ---- who writes what ----
 
 
-def _rows(rank: int, size: int, rows: int, width: int) -> Window:
-    each = -(-rows // size)
-    start, stop = min(rank * each, rows), min((rank + 1) * each, rows)
-    return Window((start, 0), (stop - start, width))
-
-
-@given(
-    size=st.integers(1, 6),
-    shapes=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 200_00)), min_size=1, max_size=5),
-    is_sharded=st.booleans(),
-)
-def test_each_element_is_written_once_by_a_rank_that_has_it(
-    size: int, shapes: list[tuple[int, int]], is_sharded: bool
-) -> None:
-    held = [
-        [
-            Held(f"t{i}", "F32", shape, (_rows(rank, size, *shape) if is_sharded else whole(shape),))
-            for i, shape in enumerate(shapes)
-        ]
-        for rank in range(size)
-    ]
-    writes = share_out(held)
-    for i, shape in enumerate(shapes):
-        mine = [write for write in writes if write.name == f"t{i}"]
-        assert sum(write.window.numel for write in mine) == math.prod(shape)
-        assert all(write.window in held[write.rank][i].windows for write in mine)
-        assert len({write.key for write in mine}) == len(mine)
-
-
-def test_replicas_share_large_tensors_by_bytes_and_leave_small_ones_together() -> None:
-    large, small = (SMALL_BYTES // 4,), (SMALL_BYTES // 4 - 1,)
-    row = [Held(f"large{i}", "F32", large, (whole(large),)) for i in range(8)]
-    row += [Held(f"small{i}", "F32", small, (whole(small),)) for i in range(3)]
-    writes = share_out([row] * 4)
-    loads = Counter(write.rank for write in writes if write.name.startswith("large"))
-    assert sum(loads.values()) == 8
-    assert {write.rank for write in writes if write.name.startswith("small")} == {0}
-    totals = [sum(w.num_bytes for w in writes if w.rank == rank) for rank in range(4)]
-    assert max(totals) - min(totals) <= 4 * math.prod(large)
-
-
 def test_what_does_not_make_up_a_tensor_is_refused() -> None:
     half = Held("a", "F32", (4,), (Window((0,), (2,)),))
     rest = Held("a", "F32", (4,), (Window((1,), (3,)),))
     for ranks in ([[half]], [[half], [rest]], [[half], [Held("a", "F64", (4,), (Window((2,), (2,)),))]]):
         with pytest.raises(CheckpointError, match="^a: "):
             share_out(ranks)
-
-
-@given(data=st.data())
-def test_runs_cover_exactly_the_window(data: Any) -> None:
-    dims = data.draw(st.integers(0, 3))
-    part = Window(
-        tuple(data.draw(st.integers(0, 3)) for _ in range(dims)),
-        tuple(data.draw(st.integers(1, 5)) for _ in range(dims)),
-    )
-    sizes = tuple(data.draw(st.integers(1, size)) for size in part.sizes)
-    offsets = tuple(
-        o + data.draw(st.integers(0, n - s)) for o, n, s in zip(part.offsets, part.sizes, sizes, strict=True)
-    )
-    wanted = Window(offsets, sizes)
-    most = data.draw(st.sampled_from([4, 16, 64, 1000]))
-    elements = torch.arange(part.numel).reshape(part.sizes)
-    found: list[int] = []
-    runs = runs_of(part, wanted, 4, most)
-    assert [run.begin for run in runs] == sorted(run.begin for run in runs)
-    for run in runs:
-        hull = elements.reshape(-1)[run.begin // 4 : run.end // 4].reshape(run.hull.sizes)
-        assert run.is_exact or 4 * run.hull.numel <= max(most, 4)
-        cut = tuple(
-            slice(w - h, w - h + n)
-            for w, h, n in zip(run.wanted.offsets, run.hull.offsets, run.wanted.sizes, strict=True)
-        )
-        found += hull[cut].reshape(-1).tolist()
-    cut = tuple(slice(w - p, w - p + n) for w, p, n in zip(offsets, part.offsets, sizes, strict=True))
-    assert found == elements[cut].reshape(-1).tolist()
 
 
 # ---- values ----
@@ -211,28 +134,6 @@ def test_a_value_within_itself_is_an_error() -> None:
 # ---- blocks ----
 
 
-class _Memory(Files):
-    """One file, in memory."""
-
-    def create(self, path: Path) -> Any:
-        self.data = bytearray()
-        return SimpleNamespace(write=self.data.extend, sync=lambda: None, close=lambda: None)
-
-    def sync_folder(self, path: Path) -> None:
-        pass
-
-
-@given(st.lists(st.binary(max_size=20), max_size=5), st.integers(1, 9))
-def test_sums_are_those_of_blocks_however_bytes_come(chunks: list[bytes], block: int) -> None:
-    writes = [Write(f"t{i}", "U8", (len(each),), whole((len(each),)), 0) for i, each in enumerate(chunks)]
-    memory = _Memory()
-    record = write_part(memory, Path("folder", "part"), writes, chunks, SaveId("0" * 32, 1), block)
-    data = bytes(memory.data)
-    assert record.num_bytes == len(data)
-    assert data.endswith(b"".join(chunks))
-    assert record.sums == tuple(sum_of(data[start : start + block]) for start in range(0, len(data), block))
-
-
 # ---- the manifest and headers ----
 
 
@@ -247,10 +148,6 @@ def _example() -> Manifest:
         "optimizer/groups": [{"params": ["a"], "options": {"lr": 0.1, "betas": {"$": "tuple", "v": [0.9, 0.99]}}}]
     }
     return Manifest("0123456789abcdef" * 2, 12, 2, files, tensors, {"model/b": "model/a"}, values)
-
-
-def test_a_manifest_comes_back_as_it_was() -> None:
-    assert from_bytes(to_bytes(_example())) == _example()
 
 
 def test_every_changed_byte_of_a_manifest_is_found() -> None:

@@ -28,15 +28,11 @@ def small(*actions: do.Action, root: Node | None = None, **changes: object) -> C
     return replace(Case(3, "structure", 2, Model(root), Settings(), actions or STEP), **changes)
 
 
-def kinds(case: Case) -> set[str]:
-    return {node.kind for _, node in places(case.model.root)}
-
-
 @of_each(AREAS)
 def test_a_seed_and_an_area_give_one_case_that_can_be_run_saved_and_written(area: str) -> None:
-    cases = [draw(seed, area) for seed in range(10)]
-    assert cases == [draw(seed, area) for seed in range(10)]
-    assert len({to_json(case) for case in cases}) == 10
+    cases = [draw(seed, area) for seed in range(5)]
+    assert cases == [draw(seed, area) for seed in range(5)]
+    assert len({to_json(case) for case in cases}) == 5
     for seed, case in enumerate(cases):
         assert from_json(to_json(case)) == case
         assert any(is_ours(each) for each in case.contenders), seed
@@ -61,7 +57,7 @@ def test_json_with_unknown_names_is_refused() -> None:
 
 
 def test_every_api_action_and_change_is_drawn() -> None:
-    drawn = [draw(seed, area) for area in AREAS for seed in range(75)]
+    drawn = [draw(seed, area) for area in AREAS for seed in range(24)]
     assert {each.name for case in drawn for each in case.contenders if is_ours(each)} == {
         each.name for each in (*OURS, *OFFLOADED)
     }
@@ -217,38 +213,6 @@ def test_a_failure_that_needs_two_actions_shrinks_to_them() -> None:
     assert [type(action).__name__ for action in case.actions] == ["Take", "Step"]
     assert case.settings == Settings(arithmetic=case.settings.arithmetic)
     assert case.model.units == (((),),)
-
-
-def test_a_failure_that_needs_a_module_shrinks_to_it() -> None:
-    case = planted(lambda case: any(n.kind == "Oddments" and "wide" in n.form for _, n in places(case.model.root)))
-    assert case.actions == ()
-    nodes = [node for _, node in places(case.model.root)]
-    assert [(node.kind, node.form) for node in nodes] in ([("Oddments", "wide"), ("Stack", "")], [("Oddments", "wide")])
-
-
-def test_a_failure_that_needs_recomputation_within_a_unit_keeps_both() -> None:
-    def fails(case: Case) -> bool:
-        for place, node in places(case.model.root):
-            if any(each.recompute == "reentrant" for each in node.segments) and (place,) in case.model.units and place:
-                return True
-        return False
-
-    case = planted(fails)
-    (place,) = (place for place, node in places(case.model.root) if any(s.recompute for s in node.segments))
-    assert (place,) in case.model.units
-    assert len(case.model.units) == 2
-    assert case.num_ranks == 1
-
-
-def test_shrinking_stops_after_so_many_tries() -> None:
-    count = [0]
-
-    def fails(_: Case) -> bool:
-        count[0] += 1
-        return True
-
-    shrink(draw(0, "structure"), fails, max_tries=5)
-    assert count[0] == 5
 
 
 def test_shrinking_keeps_the_contender_that_fails() -> None:

@@ -63,55 +63,6 @@ def test_groups_are_large_enough_unless_their_run_is_not(children: list[Child], 
         assert len(group) == 1 or all(size[path] < least for path in group)
 
 
-@given(st.integers(2, 60), st.integers(1, 50), st.integers(0, 500))
-def test_equal_blocks_make_equal_groups_and_as_many_as_fit(count: int, size: int, least: int) -> None:
-    groups = group_blocks(blocks([size] * count), least)
-    lengths = [len(group) for group in groups]
-    assert max(lengths) - min(lengths) <= 1
-    each = max(1, -(-least // size))
-    assert len(lengths) == max(1, count // each)
-
-
-@given(families(), st.integers(0, 120), st.integers(0, 120))
-def test_a_larger_minimum_never_makes_more_units(children: list[Child], one: int, other: int) -> None:
-    low, high = sorted((one, other))
-    assert len(group_blocks(children, high)) <= len(group_blocks(children, low))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "least", "lengths"),
-    [
-        ([10] * 8, 0, [1] * 8),
-        ([10] * 8, 10, [1] * 8),
-        ([10] * 8, 11, [2] * 4),
-        ([10] * 7, 20, [3, 2, 2]),
-        ([10] * 8, 10_000, [8]),
-        ([10, 10, 100, 10, 10], 50, [2, 1, 2]),
-        ([1, 1, 30, 1, 1, 30, 1, 1], 31, [4, 4]),
-        ([1, 1, 1, 1, 9, 9], 10, [6]),  # what is left, too small for a unit of its own, joins the group before
-        ([0, 0, 0], 5, [3]),
-        ([0, 0, 0], 0, [1, 1, 1]),
-    ],
-)
-def test_examples(sizes: list[int], least: int, lengths: list[int]) -> None:
-    assert [len(group) for group in group_blocks(blocks(sizes), least)] == lengths
-
-
-def test_children_that_are_alike_are_blocks_also_when_one_is_a_unit_already() -> None:
-    children = [Child("a", 1, is_explicit=True), Child("b", 1, 5), Child("c", 2, 5), Child("d", 3, 1), Child("e", 3, 1)]
-    assert [child.path for child in repeated_blocks(children)] == ["a", "b", "d", "e"]
-    assert group_blocks(children, 100) == (("b",), ("d", "e"))
-    first = [
-        Child("a", 0, 3, kind="T"),
-        Child("b", 1, 1, kind="T"),
-        Child("c", 1, 1, kind="T"),
-        Child("d", 2, 9, kind="U"),
-    ]
-    assert group_blocks(first, 100) == (("a", "b", "c"),), "others of the kind of a repeated block are blocks"
-    assert repeated_blocks([first[0], first[1], first[3]]) == (), "a kind alone is no repetition"
-    assert group_blocks([Child("a", 1, can_be_unit=False), Child("b", 1, can_be_unit=False)], 0) == ()
-
-
 @pytest.mark.parametrize(
     ("paths", "text"),
     [

@@ -42,15 +42,6 @@ def facts(num_blocks: int, size: int = 10, **policy: object) -> list[UnitFacts]:
     return [root, *(UnitFacts(f"blocks.{i}", UnitPolicy(**policy), **sizes) for i in range(num_blocks))]
 
 
-@given(st.integers(1, 12), st.integers(0, 4))
-def test_counts_of_a_step(num_blocks: int, depth: int) -> None:
-    calls = plan_step(nested_order(num_blocks), facts(num_blocks), PrefetchBudget(depth)).calls
-    counts = {op: sum(call.op is op for call in calls) for op in Op}
-    assert counts[Op.UNSHARD] == (num_blocks + 1) + num_blocks  # the root is kept
-    assert counts[Op.REDUCE] == counts[Op.COMMIT] == num_blocks + 1
-    assert counts[Op.WAIT] == counts[Op.RESHARD] == counts[Op.UNSHARD]
-
-
 @given(st.integers(1, 10), st.integers(0, 3), st.booleans(), st.booleans())
 def test_every_wait_follows_its_unshard_and_nothing_is_left(
     num_blocks: int, depth: int, reshard: bool, sync: bool
@@ -72,19 +63,6 @@ def test_every_wait_follows_its_unshard_and_nothing_is_left(
             state[call.unit] = "sharded"
     assert set(state.values()) == {"sharded"}
     assert list(unsharded_bytes(plan.calls))[-1] == 0
-
-
-@given(st.integers(3, 10))
-def test_forward_peak_is_the_root_and_two_units(num_blocks: int) -> None:
-    calls = plan_step(nested_order(num_blocks, with_backward=False), facts(num_blocks), PrefetchBudget(1)).calls
-    assert peak_bytes(calls) == 10 + 2 * 10
-
-
-@given(st.integers(2, 8), st.integers(1, 8))
-def test_prefetch_depth_counts_units(num_blocks: int, depth: int) -> None:
-    plan = plan_step(nested_order(num_blocks), facts(num_blocks), PrefetchBudget(depth))
-    assert len(plan.prefetches[0]) == min(depth, num_blocks)
-    assert plan.prefetches[0] == tuple(range(1, min(depth, num_blocks) + 1))
 
 
 SIZES = st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=2, max_size=10)
@@ -147,12 +125,6 @@ def test_a_unit_that_backward_does_not_read_is_not_gathered_again() -> None:
     assert sum(call.op is Op.UNSHARD for call in calls) == 3
 
 
-def test_held_gradients_are_not_reduced() -> None:
-    calls = plan_step(nested_order(2), facts(2, sync=False)).calls
-    assert [call.unit for call in calls if call.op is Op.HOLD] == ["blocks.1", "blocks.0"]
-    assert [call.unit for call in calls if call.op is Op.REDUCE] == [""]
-
-
 def test_borrowed_units_stay_while_anyone_uses_them() -> None:
     units = facts(2)
     units[0] = replace(units[0], tied_units=(1,))
@@ -160,8 +132,3 @@ def test_borrowed_units_stay_while_anyone_uses_them() -> None:
     ops = [(call.op, call.unit) for call in forward if call.unit == "blocks.0"]
     assert ops == [(Op.UNSHARD, "blocks.0"), (Op.WAIT, "blocks.0"), (Op.RESHARD, "blocks.0")]
     assert forward[-1].unit == "blocks.0"
-
-
-def test_the_same_facts_give_the_same_calls() -> None:
-    plans = [plan_step(nested_order(3), facts(3), PrefetchBudget(depth)) for depth in (1, 1, 2)]
-    assert plans[0].calls == plans[1].calls != plans[2].calls

@@ -228,7 +228,7 @@ def _mutations(count: int, seed: int, folder: Path, place: Path) -> int | None:
 
 
 def test_every_reader_takes_or_names_files_that_were_changed(folder: Path, tmp_path: Path) -> None:
-    assert _mutations(80, 0, folder, tmp_path / "dcp") == 0
+    assert _mutations(40, 0, folder, tmp_path / "dcp") == 0
 
 
 @pytest.mark.chaos

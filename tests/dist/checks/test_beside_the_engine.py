@@ -476,28 +476,22 @@ def test_shards_that_are_moved_to_shared_memory_are_named(warm: bool) -> None:
         outer(batch(0))
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("holder", ["state dict", "optimizer"])
-def test_former_shards_that_are_held_while_others_are_assigned_are_named(holder: str) -> None:
-    model, plain = fully_shard(_blocks()), _blocks()
+@pytest.mark.parametrize(
+    ("holder", "num_ranks"), [("state dict", 2), ("optimizer", 2), ("empty shards", 2), ("empty shards", 4)]
+)
+@on_ranks()
+def test_former_shards_that_are_held_while_others_are_assigned_are_named_on_every_rank(holder: str) -> None:
+    def made() -> Any:
+        return nn.Linear(6, 1) if holder == "empty shards" else _blocks()  # rank 0 has the only row
+
+    model, plain = fully_shard(made()), made()
     model(batch(0)).sum().backward()
     model.zero_grad()
-    held: Any = model.state_dict() if holder == "state dict" else torch.optim.SGD(model.parameters(), lr=0.1)
-    state = {name: value * 0.5 for name, value in model.state_dict().items()}
-    model.load_state_dict(state, assign=True)
-    with pytest.raises(StateError, match=r"a variable still holds its former shard"):
-        model(batch(0))
-    del held
-    plain.load_state_dict({name: value.full_tensor() for name, value in state.items()})
-    assert_trains_alike(model, plain)
-
-
-@on_ranks(2, 4)
-def test_a_former_shard_that_is_held_is_named_by_ranks_whose_shard_of_it_is_empty() -> None:
-    model, plain = fully_shard(nn.Linear(6, 1)), nn.Linear(6, 1)  # rank 0 has the only row
-    model(batch(0)).sum().backward()
-    model.zero_grad()
-    held = [param.to_local() for param in model.parameters()]
+    held: Any = {
+        "state dict": model.state_dict,
+        "optimizer": lambda: torch.optim.SGD(model.parameters(), lr=0.1),
+        "empty shards": lambda: [param.to_local() for param in model.parameters()],
+    }[holder]()
     state = {name: value * 0.5 for name, value in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
     with pytest.raises(StateError, match=r"a variable still holds its former shard"):

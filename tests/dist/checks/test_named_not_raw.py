@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardwise
-from shardwise import ConfigError, FSDPModule, ShardwiseError, StateError, fully_shard
+from shardwise import ConfigError, ShardwiseError, StateError, fully_shard
 
 
 def net() -> nn.Sequential:
@@ -51,38 +51,6 @@ def test_gradients_of_inputs_and_ignored_parameters_are_given() -> None:
     x = batch(0).requires_grad_()
     expected = torch.autograd.grad(plain(x).square().sum(), [x, plain[2].bias])
     assert all(map(torch.equal, torch.autograd.grad(model(x).square().sum(), [x, ignored]), expected))
-
-
-@pytest.mark.parametrize("reshard", [None, False])
-@pytest.mark.parametrize("how", ["lerp_", "foreach", "copy_"])
-@on_ranks(2)
-def test_an_average_may_be_evaluated_and_then_updated(how: str, reshard: bool | None) -> None:
-    model, average = sharded(net(), reshard_after_forward=reshard), sharded(net(), reshard_after_forward=reshard)
-    plain, plain_average = net(), net()
-    x = torch.linspace(-1, 1, 24).view(4, 6)  # the same on all ranks: nothing to average for the plain model
-    for step in range(3):
-        for each, mean in ((model, average), (plain, plain_average)):
-            each(x).square().sum().backward()
-            torch.optim.SGD(each.parameters(), lr=0.1).step()
-            each.zero_grad()
-            with torch.no_grad():
-                mean(x)
-                if step:
-                    each(x)  # full, too
-                if each is model and reshard is False:  # both are unsharded
-                    for sharded_model in (mean, each):
-                        for module in (sharded_model, *sharded_model):
-                            if isinstance(module, FSDPModule):
-                                module.reshard()
-                if how == "foreach":
-                    torch._foreach_lerp_(list(mean.parameters()), list(each.parameters()), 0.1)
-                for old, new in zip(mean.parameters(), each.parameters(), strict=True):
-                    if how == "lerp_":
-                        old.lerp_(new, 0.1)
-                    elif how == "copy_":
-                        old.copy_(new)
-    for (name, found), expected in zip(average.state_dict().items(), plain_average.parameters(), strict=True):
-        torch.testing.assert_close(full(found), expected.detach(), msg=name)
 
 
 @on_ranks(2)

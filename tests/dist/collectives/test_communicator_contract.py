@@ -103,7 +103,7 @@ def test_sums_in_place_do_not_mix_however_long_they_are_and_in_whatever_order_th
                     assert torch.equal(each, expected), (name, kind, dtype, number)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_a_sum_that_nobody_waits_for_in_its_span_is_there_after_it_and_one_that_is_cancelled_writes_no_more() -> None:
     with way_over("shared memory") as way:
         kept, dropped = whole((40,), way.rank), whole((40,), way.rank)
@@ -229,7 +229,7 @@ def test_links_take_what_they_are_for_and_say_so_on_every_rank() -> None:
             assert taken == [name == "shared memory", True, False], name
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_collectives_on_their_way_together_do_not_mix() -> None:
     """More reductions than an outbox has slots, waited for in another order than launched."""
     for name in ways():
@@ -269,7 +269,7 @@ def test_a_second_wait_and_a_cancel_after_a_wait_do_nothing() -> None:
             assert is_free(way), name
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_what_is_cancelled_is_not_delivered_and_the_next_call_works() -> None:
     for name in ways():
         with way_over(name) as way:
@@ -338,7 +338,7 @@ def test_spans_that_all_ranks_leave_by_an_exception_leave_the_next_one_working()
                 assert reduction.is_right(), name
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_one_rank_that_wants_collectives_sends_all_of_them_there() -> None:
     for name in LINKS:
         with way_over(name) as way:

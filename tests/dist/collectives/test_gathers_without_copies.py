@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
 from shardwise import MixedPrecisionPolicy, fully_shard
-from shardwise.planner.hardware import Setting, dry_run
-from shardwise.planner.rank_step import rank_units, steps_of
 
 ALL_GATHER = "all_gather_single"
 
@@ -77,14 +75,6 @@ def test_a_parameter_that_some_rank_has_no_row_of_is_copied_out_and_right() -> N
         assert_trains_alike(model, plain)
     assert len(seen) == len(model.addresses)
     assert not any(used == gathered for used, gathered in zip(model.addresses, seen, strict=True))
-
-
-@on_ranks(2, FOUR)
-def test_one_parameter_trains_as_on_one_process() -> None:
-    embed, plain = (nn.Embedding.from_pretrained(torch.ones(11, 6), freeze=False) for _ in range(2))
-    fully_shard(embed, reshard_after_forward=False)
-    tokens = torch.arange(4)
-    assert_trains_alike(embed, plain, make_batch=lambda seed: tokens + seed)
 
 
 class Copies(TorchDispatchMode):
@@ -170,25 +160,6 @@ def test_memory_that_is_kept_is_refilled_where_it_is() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert len({*model.addresses}) == 1
-
-
-@on_ranks(2)
-def test_the_gathers_of_units_are_planned_before_any_unit_is_there() -> None:
-    for num_ranks, biased in ((2, False), (2, True)):
-        model, plain = (nn.Sequential(*[nn.Linear(7, 7, bias=biased) for _ in range(3)]) for _ in range(2))
-        for each in model.parameters():
-            nn.init.ones_(each)
-        for module in model:
-            fully_shard(module)
-        fully_shard(model).set_transport("collective")  # pyright: ignore[reportAttributeAccessIssue]
-        for _ in range(2):
-            model(noise(0, 7)).sum().backward()
-        with shardwise.trace(model) as trace:
-            model(noise(0, 7)).sum().backward()
-        profile = dry_run(plain, [torch.empty(4, 7)], lambda model, x: model(x).sum())
-        setting = Setting(ranks=num_ranks, min_unit_bytes=0)
-        planned = steps_of(profile, rank_units(profile, setting, "cpu"), setting.depth).plan.calls
-        assert trace.calls == [*planned]
 
 
 class _Broken:

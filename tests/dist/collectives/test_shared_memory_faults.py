@@ -170,7 +170,7 @@ def test_a_rank_killed_from_outside_at_any_instruction(seed: int, no_leak: objec
 
 def test_a_stopped_rank_is_named_after_the_timeout() -> None:
     num_ranks, victim = 4, 3
-    with Job(train_until_death, victim, "from outside", 0, 2, num_ranks=num_ranks, group_timeout_s=5.0) as job:
+    with Job(train_until_death, victim, "from outside", 0, 2, num_ranks=num_ranks, group_timeout_s=3.0) as job:
         job.message(victim)
         os.kill(job.pids[victim], signal.SIGSTOP)
         try:
@@ -178,7 +178,7 @@ def test_a_stopped_rank_is_named_after_the_timeout() -> None:
                 outcome = job.outcome(rank, LIMIT_S)
                 assert outcome.error is not None
                 assert issubclass(outcome.error[0], RuntimeError), outcome.trace
-                assert f"waited 5 s for rank {victim}" in outcome.error[1], outcome.trace
+                assert f"waited 3 s for rank {victim}" in outcome.error[1], outcome.trace
         finally:
             os.kill(job.pids[victim], signal.SIGCONT)
         assert job.outcome(victim, LIMIT_S).error is not None, "the others have left"

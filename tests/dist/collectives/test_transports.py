@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from typing import Any
 
@@ -240,72 +239,6 @@ def test_idle_memory_is_given_back_on_request() -> None:
     model.release_memory()
     assert not any(engine.comm_ctx.pool.free.values())
     model(batch).sum().backward()
-
-
-class Delay(torch.autograd.Function):
-    """Sleeps on one rank, in forward and backward, for a time that depends on the place."""
-
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor, rank: int, number: int) -> torch.Tensor:
-        ctx.late = dist.get_rank() == rank  # type: ignore[attr-defined]
-        ctx.number = number  # type: ignore[attr-defined]
-        if ctx.late:  # type: ignore[attr-defined]
-            time.sleep(0.001 * (number % 3))
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        if ctx.late:  # type: ignore[attr-defined]
-            time.sleep(0.002 * ((ctx.number * 7) % 5))  # type: ignore[attr-defined]
-        return grad, None, None
-
-
-class Slow(nn.Module):
-    late_rank = 0
-
-    def __init__(self, number: int, width: int) -> None:
-        super().__init__()
-        self.number = number
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.linear(Delay.apply(x, self.late_rank, self.number)).tanh()
-
-
-def be_late() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    models: list[nn.Module] = []
-    for transport in TRANSPORTS:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(Slow(number, 8) for number in range(7)))
-        for layer in model:
-            fully_shard(layer)
-        models.append(fully_shard(model))
-        model.set_transport(transport)
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
-    for step in range(4):
-        Slow.late_rank = step % size
-        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
-        losses = [model(batch).square().mean() for model in models]
-        for loss, optimizer in zip(losses, optimizers, strict=True):
-            loss.backward()
-            if rank == step % 2:
-                time.sleep(0.01)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert torch.equal(losses[0], losses[1])
-        if size == 2:
-            assert torch.equal(losses[0], losses[2])
-    for shared, sent in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(shared.to_local(), sent.to_local())
-
-
-@on_ranks()
-@pytest.mark.parametrize(("large_numel", "num_ranks"), [(1, 2), (16_384, 4)], ids=["2-large", "4-small"])
-def test_late_ranks_change_nothing(large_numel: int) -> None:
-    """Every rank is late in turn, by more reductions than an outbox holds."""
-    with parts_from(large_numel):
-        be_late()
 
 
 class Pair(nn.Module):

@@ -16,7 +16,7 @@ from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import DesyncError, FSDPModule, fully_shard, replicate
+from shardwise import FSDPModule, fully_shard, replicate
 from shardwise.collectives.routes import Transport
 from shardwise.testing import WorkerPool
 
@@ -69,13 +69,13 @@ def diverge(how: str) -> str:
 
 @pytest.mark.parametrize("how", ["skip", "order"])
 def test_a_rank_that_leaves_the_order_is_named(pool: WorkerPool, how: str) -> None:
-    messages = pool.run(diverge, how=how, num_ranks=2, timeout_s=60.0, group_timeout_s=4.0, fresh=True)
+    messages = pool.run(diverge, how=how, num_ranks=2, timeout_s=60.0, group_timeout_s=3.0, fresh=True)
     assert all(message.startswith("DesyncError") for message in messages), messages
     assert all("rank 1" in message and "unit 'blocks." in message for message in messages), messages
 
 
 def test_another_number_of_microbatches_is_named(pool: WorkerPool) -> None:
-    messages = pool.run(diverge, how="microbatches", num_ranks=2, timeout_s=60.0, group_timeout_s=4.0, fresh=True)
+    messages = pool.run(diverge, how="microbatches", num_ranks=2, timeout_s=60.0, group_timeout_s=3.0, fresh=True)
     assert messages[1].startswith("DesyncError"), messages
     assert "rank 0" in messages[1], messages
 
@@ -129,14 +129,14 @@ def train_differently(api: str, how: str) -> str:
 def test_ranks_that_would_reduce_different_gradients_meet_before(pool: WorkerPool, api: str, how: str) -> None:
     """Backends that are given other sizes than their peers end the process; of the same size they mix parameters."""
     messages = pool.run(
-        train_differently, api=api, how=how, num_ranks=2, timeout_s=60.0, group_timeout_s=8.0, fresh=True
+        train_differently, api=api, how=how, num_ranks=2, timeout_s=60.0, group_timeout_s=6.0, fresh=True
     )  # the limit is also of the steps before: a busy machine once took four seconds for one
     assert all(message.startswith("DesyncError") for message in messages), messages
     what = {"width": "of shape (16, 8)", "block": "2.weight of shape (8, 8)", "frozen": "frozen"}
     expected = what.get(how, "rank 1 has new gradients of ")
     assert expected in messages[1], messages
     # On a busy machine the wait of rank 0, for the sum, may end before rank 1 gives up to wait and says what differs.
-    assert expected in messages[0] or "waited 8 s for rank 1 at the sum of gradients" in messages[0], messages
+    assert expected in messages[0] or "waited 6 s for rank 1 at the sum of gradients" in messages[0], messages
 
 
 class Tower(nn.Module):
@@ -229,7 +229,3 @@ def test_a_rank_that_leaves_a_sum_over_replicas_out_is_named_and_nobody_goes_on_
     assert all(re.search(r"\branks? (\d, )*1\b", message) for message in messages), messages
     assert "with its replicas, rank 3" in messages[1], messages
     assert "with its replicas, rank 1" in messages[3], messages
-
-
-def test_the_error_is_public() -> None:
-    assert issubclass(DesyncError, RuntimeError)

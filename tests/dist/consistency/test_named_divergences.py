@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers.jobs import Job
 from helpers.pairs import checkered
+from helpers.ranks import FOUR
 from torch import nn
 
 from shardwise import DesyncError, ShardedOptimizer, TransportError, ZeroRedundancyOptimizer, fully_shard
@@ -25,7 +26,7 @@ def builds_another_model() -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, FOUR])
 def test_ranks_with_other_matrices_are_named_when_a_whole_matrix_optimizer_is_made(
     pool: WorkerPool, num_ranks: int
 ) -> None:
@@ -71,7 +72,7 @@ def raises_in_an_exchange_and_lives_on() -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, FOUR])
 def test_nobody_waits_for_the_timeout_of_the_group_when_a_rank_raises_in_an_exchange(
     pool: WorkerPool, num_ranks: int
 ) -> None:

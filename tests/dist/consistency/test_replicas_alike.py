@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.tensor import init_device_mesh
 
 from shardwise import DesyncError, fully_shard, replicate
-from shardwise.consistency.store import SAMPLE_NUMEL, sample_of
 
 Api = Callable[[nn.Module], nn.Module]
 
@@ -105,14 +104,3 @@ def test_a_rank_whose_values_are_not_numbers_is_named() -> None:
     spoil(model, float("nan"))
     with pytest.raises(DesyncError, match="not the same on rank 1 as on rank 0"):
         step(whole(model))
-
-
-def test_a_sample_has_all_of_little_and_both_ends_of_much() -> None:
-    few = torch.arange(SAMPLE_NUMEL).reshape(2, -1)
-    assert torch.equal(sample_of(few), few.flatten())
-    for numel in (SAMPLE_NUMEL + 1, 3 * SAMPLE_NUMEL + 5, 10_000_019):
-        found = sample_of(torch.arange(numel))
-        assert len(found) <= SAMPLE_NUMEL
-        assert found[0] == 0
-        assert found[-1] == numel - 1
-        assert found[: len(found) // 4].diff().max() <= -(-2 * numel // SAMPLE_NUMEL)

@@ -25,8 +25,8 @@ from shardwise.observe import explain_end
 BEGIN = """
 import datetime, sys, torch, torch.distributed as dist, shardwise
 from torch import nn
-shardwise.set_wait_report(1.5)
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=8))
+shardwise.set_wait_report(1.0)
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))
 rank = dist.get_rank()
 torch.manual_seed(0)
 model = shardwise.shard_model(nn.Sequential(*[nn.Sequential(nn.Linear(8, 8)) for _ in range(3)]))
@@ -140,7 +140,7 @@ def test_a_model_of_an_earlier_job_stays() -> None:
     _kept[0](torch.ones(2, 8)).sum().backward()
 
 
-@on_ranks(2, group_timeout_s=4.0)
+@on_ranks(2, group_timeout_s=2.0)
 def test_save_on_one_rank_says_that_it_is_collective(tmp_path: Path) -> None:
     """And counts the forwards of this job's model, though one of the job before is still there."""
     with reports_after(0.6) as said:
@@ -153,7 +153,7 @@ def test_save_on_one_rank_says_that_it_is_collective(tmp_path: Path) -> None:
             assert re.search(r"rank 1 is in your code after its 1st forward \(.*test_wait_watch.py", str(caught.value))
             assert re.search(r"^shardwise: rank 0 is in save\(\).*; rank 1 is in your code", said.getvalue())
         else:
-            for _ in range(75):
+            for _ in range(55):
                 time.sleep(0.1)
             assert said.getvalue() == ""
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.fsdp as torch_fsdp
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -86,26 +84,3 @@ def test_whole_matrices_of_a_rule_and_their_gradients_are_aligned(api: Callable[
     optimizer.step()
     assert _Rule.off
     assert not any(_Rule.off)
-
-
-@on_ranks(1, 2)
-def test_odd_sizes_have_the_bits_of_one_process_and_of_torchs_class() -> None:
-    for width in (7, 33, 129):
-        torch.manual_seed(width)
-        blocks = [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width + 1), nn.GELU()) for _ in range(2)]
-        one = nn.Sequential(blocks[0], nn.Linear(2 * width + 1, width), blocks[1], nn.Linear(2 * width + 1, 7))
-        for api in (fully_shard, torch_fsdp.fully_shard):
-            model = copy.deepcopy(one)
-            for block in model:
-                api(block)
-            api(model)
-            for rows in (1, 9):
-                x = torch.randn(rows, width)
-                mine, other = model(x), one(x)
-                mine.square().mean().backward()
-                other.square().mean().backward()
-                assert torch.equal(mine, other)
-                for param, plain in zip(model.parameters(), one.parameters(), strict=True):
-                    assert torch.equal(param.grad.full_tensor(), plain.grad), (width, rows, plain.shape)
-                model.zero_grad()
-                one.zero_grad()

@@ -140,21 +140,6 @@ def test_attributes_stay_where_memory_is_given_to_a_model_of_the_meta_device(way
     _assert_marked(model)
 
 
-@on_ranks(2)
-def test_groups_that_are_made_of_attributes_train_as_on_one_process() -> None:
-    models = [Net(), fully_shard(Net())]
-    for model in models:
-        decayed = [param for param in model.parameters() if not param.no_weight_decay]
-        others = [param for param in model.parameters() if param.no_weight_decay]
-        groups = [{"params": decayed, "weight_decay": 1.0}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=0.1)
-        for _ in range(2):
-            model(torch.ones(2, 3)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(models[1], models[0])
-
-
 class Marked(torch.optim.SGD):
     """Notes what its last step has found on the tensors."""
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.each import of_each
 from helpers.inside import engine_of
 from helpers.ranks import on_ranks
 from helpers.trains_alike import assert_trains_alike
@@ -98,36 +99,18 @@ class Uncopied(dict[Any, Any]):
 
 WAYS: dict[str, tuple[Any, Any, Any]] = {  # the container, what a block does with it, what is read in the end
     "appended": (lambda zero: [zero], lambda box, new: box.append(new), sum),
-    "inserted": (lambda zero: [zero], lambda box, new: box.insert(0, new), sum),
-    "replaced": (lambda zero: [zero, zero], lambda box, new: box.__setitem__(1, box[1] + new), sum),
     "stored": (lambda zero: {0: zero}, lambda box, new: box.update({len(box): new}), lambda box: sum(box.values())),
-    "moved": (
-        lambda zero: collections.OrderedDict(old=zero),
-        lambda box, new: box.update(old=box.pop("old") + new),
-        lambda box: box["old"],
-    ),
     "added": (lambda zero: {zero}, lambda box, new: box.add(new), sum),
     "in place": (lambda zero: {"sum": zero}, lambda box, new: box["sum"].add_(new), lambda box: box["sum"]),
     "in place in a tuple": (lambda zero: (zero, [zero]), lambda box, new: box[0].add_(new), lambda box: box[1][0]),
-    "nested": (lambda zero: ({"a": [zero]},), lambda box, new: box[0]["a"].append(new), lambda box: sum(box[0]["a"])),
     "attribute": (
         lambda zero: Record(zero, 0),
         lambda box, new: setattr(box, "unset", getattr(box, "unset", box.x) + new),
         lambda box: box.unset,
     ),
-    "slot": (
-        lambda zero: Slotted(zero, [zero]),
-        lambda box, new: box.y.append(new),
-        lambda box: sum(box.y),
-    ),
     "mapping of one's own": (
         lambda zero: Batch(x=zero),
         lambda box, new: box.update({len(box): new}),
-        lambda box: sum(box.values()),
-    ),
-    "attributes that are items": (
-        lambda zero: AttrDict(x=zero),
-        lambda box, new: setattr(box, f"x{len(box)}", new),
         lambda box: sum(box.values()),
     ),
     "list of one's own": (lambda zero: Boxes(3, [zero]), lambda box, new: box.append(new), sum),
@@ -161,18 +144,8 @@ class Mixture(nn.Module):
         return x + read(box)
 
 
-ALIKE = (
-    "inserted",
-    "replaced",
-    "moved",
-    "nested",
-    "slot",
-    "attributes that are items",
-)  # as others: of test-exhaustive
-
-
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.exhaustive] * (way in ALIKE)) for way in WAYS])
 @on_ranks(2)
+@of_each(WAYS)
 def test_what_blocks_put_into_an_argument_is_trained_as_on_one_process(way: str) -> None:
     for policy in (MixedPrecisionPolicy(), WIDER):
         model = Mixture(way)
@@ -314,8 +287,8 @@ def parts(value: Any) -> Iterator[Any]:
         yield value
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
+@of_each(KINDS)
 def test_a_block_gets_cast_tensors_and_the_caller_keeps_its_own(kind: str) -> None:
     x, y = torch.full((2,), 1.0001), torch.full((3,), 1.0001)
     box = KINDS[kind](x, y)
@@ -328,8 +301,8 @@ def test_a_block_gets_cast_tensors_and_the_caller_keeps_its_own(kind: str) -> No
     assert x[0] == y[0] == torch.tensor(1.0001)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
+@of_each(KINDS)
 def test_a_container_without_anything_to_cast_is_handed_on_as_it_is(kind: str) -> None:
     box = KINDS[kind](torch.arange(2), torch.ones(2, dtype=torch.float64))
     got, (_, returned) = filled(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers.divergent import Divergent, Steps, Way, alone, assert_same, drawn, inputs, on_all, run_forward
 from helpers.inside import parts_from
-from helpers.pairs import checkered, few, pairwise
+from helpers.pairs import few, pairwise
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -30,7 +30,6 @@ CASES = [
     *pairwise(OF_TWO_AXES, TRANSPORTS, [4]),
     *pairwise([kind for kind in WAYS if kind not in OF_TWO_AXES], TRANSPORTS, [2, 4]),
 ]
-JOINING = [(joins, *case) for number, case in enumerate(CASES) for joins in ((False, True), (True, False))[number % 2]]
 
 
 def sharded(kind: str, transport: str = "auto") -> nn.Module:
@@ -86,14 +85,6 @@ def test_ways_of_units_whose_parameters_are_sent_one_by_one(kind: str, num_ranks
     with parts_from(6):
         check(tower(num_ranks), kind, "gloo")
         check(drawn(1, num_ranks, 3), kind, "gloo", joins=True)
-
-
-@pytest.mark.parametrize(("joins", "kind", "transport", "num_ranks"), few(JOINING, 8))
-@on_ranks()
-def test_ways_drawn_at_random(joins: bool, kind: str, transport: str, num_ranks: int) -> None:
-    """Each case has a program of its own."""
-    number = JOINING.index((joins, kind, transport, num_ranks))
-    check(drawn(number, num_ranks, 3), kind, transport, joins)
 
 
 class Wide(nn.Module):
@@ -205,13 +196,6 @@ def test_the_switch_goes_off_after_ranks_took_different_ways() -> None:
 
 
 @on_ranks(2)
-def test_a_join_of_several_objects_is_refused() -> None:
-    models = [fully_shard(nn.Linear(4, 4)) for _ in range(2)]
-    with pytest.raises(ValueError, match="multiple process groups"):
-        Join(cast(Any, models))
-
-
-@on_ranks(2)
 def test_an_inner_module_cannot_have_the_switch() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model[0]).set_allow_rank_divergence(True)
@@ -263,20 +247,6 @@ def test_the_switch_uses_its_group_again() -> None:
         model(torch.ones(2, 4)).sum().backward()
         counts.append(len(all_groups()))
     assert len({*counts}) == 1
-
-
-@pytest.mark.parametrize(("num_ranks", "kind"), checkered([4, 2], ["hsdp", "sharded", "replicate"]))
-@on_ranks()
-def test_ranks_accumulate_without_sync_unlike_each_other(kind: str, num_ranks: int) -> None:
-    model, plain = sharded(kind), Divergent()
-    torch.manual_seed(0)
-    ways = [[Way((0,))] * (1 + 2 * (rank % 2)) for rank in range(num_ranks)]
-
-    def before_micro(step: int, micro: int, count: int) -> None:
-        cast(FSDPModule, model).set_requires_gradient_sync(micro == count - 1)
-
-    found = on_all([ways, ways], model, before_micro=before_micro)
-    assert_same(found, alone([ways, ways], plain), [name for name, _ in plain.named_parameters()])
 
 
 @pytest.mark.parametrize("has_run", [False, True])

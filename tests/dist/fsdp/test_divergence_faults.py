@@ -155,7 +155,7 @@ def refused(model: Any, mistake: Callable[[], object], text: str) -> None:
     check(towers(dist.get_world_size()), model)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_a_backward_inside_of_a_forward_is_refused() -> None:
     model = sharded()
     plain = copy.deepcopy(model.state_dict())

@@ -293,7 +293,7 @@ def test_backwards_whose_end_the_user_says(how: str) -> None:
                 each.zero_grad()
 
 
-@on_ranks(2, group_timeout_s=4, fresh=True)
+@on_ranks(2, group_timeout_s=3, fresh=True)
 @pytest.mark.parametrize(
     ("transport", "large_numel"), [("auto", 40), pytest.param("gloo", 1 << 20, marks=pytest.mark.exhaustive)]
 )

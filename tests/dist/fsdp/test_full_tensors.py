@@ -119,7 +119,7 @@ def test_no_more_than_one_unit_is_unsharded_at_a_time() -> None:
     assert unit_bytes <= live.peak <= 1.5 * unit_bytes
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_a_rank_that_stops_early_is_named_on_all_that_go_on() -> None:
     model = build_sharded("plain")
     if dist.get_rank() == 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -27,10 +26,6 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 
 LINKS: dict[Transport, str | None] = {"auto": "shared memory", "gloo": "all-to-all", "collective": None}
-TRANSPORTS_AND_RANKS = [
-    ("auto", 2),
-    *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (("gloo", 2), ("auto", 4))),
-]
 
 
 def assert_used(model: nn.Module, transport: Transport) -> None:
@@ -126,55 +121,3 @@ def against_peers(num_steps: int, transport: Transport) -> None:
 )
 def test_equals_torch_fsdp2_to_the_bit_and_ddp(transport: Transport) -> None:
     run_against_peers(num_steps=2, transport=transport)
-
-
-def accumulate(transport: Transport) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for name in MODELS:
-        for reshard in (True, False) if size == 2 else (True,):
-            for sync_each in (True, False) if transport == "auto" else (False,):
-                reference, sharded = build(name), build_sharded(name, reshard_after_forward=reshard)
-                for step in range(2):
-                    for microbatch in range(3):
-                        sharded.set_requires_gradient_sync(sync_each or microbatch == 2)
-                        batch = batch_for(name, 10 * step + microbatch, 4 * size)
-                        reference(batch).square().mean().backward()
-                        sharded(batch.chunk(size)[rank]).square().mean().backward()
-                    assert_same(sharded, reference)
-                    for model in (reference, sharded):
-                        model.zero_grad()
-                assert_used(sharded, transport)
-
-
-@on_ranks()
-@pytest.mark.parametrize(("transport", "num_ranks"), TRANSPORTS_AND_RANKS)
-def test_accumulates_with_and_without_sync(transport: Transport) -> None:
-    with over(transport), parts_from(8):
-        accumulate(transport)
-
-
-def copy_and_run(transport: Transport) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for name in MODELS:
-        model = build_sharded(name)
-        batch = batch_for(name, 0, 4 * size).chunk(size)[rank]
-        before = model(batch).detach()
-        twin = copy.deepcopy(model)
-        assert type(twin) is type(model)
-        assert [n for n, _ in twin.named_parameters()] == [n for n, _ in model.named_parameters()]
-        with torch.no_grad():
-            for param in model.parameters():
-                param.zero_()
-        assert torch.equal(twin(batch), before)
-        twin(batch).sum().backward()
-        assert all(param.grad is None for param in model.parameters())
-        assert any(param.grad is not None for param in twin.parameters())
-        for each in (model, twin):
-            assert_used(each, transport)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("transport", ["auto", pytest.param("gloo", marks=pytest.mark.exhaustive)])
-def test_deepcopy_is_independent(transport: Transport) -> None:
-    with over(transport), parts_from(8):
-        copy_and_run(transport)

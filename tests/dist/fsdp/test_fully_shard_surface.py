@@ -20,18 +20,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 import shardwise
 from shardwise import (
     ConfigError,
-    FSDPMeshInfo,
     FSDPModule,
-    MixedPrecisionPolicy,
-    ShardPlacementResult,
     clip_grad_norm_,
     fully_shard,
     replicate,
 )
-from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.mesh import names_of
-
-ops = torch.ops.c10d
 
 
 def assert_gradients(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
@@ -39,43 +33,6 @@ def assert_gradients(model: nn.Module, reference: nn.Module, **tolerance: float)
         assert (param.grad is None) == (other.grad is None), name
         if param.grad is not None:
             torch.testing.assert_close(param.grad.full_tensor(), other.grad, **tolerance, msg=lambda m, n=name: n + m)
-
-
-@on_ranks(2)
-def test_mixed_precision_computes_and_reduces_in_its_dtypes() -> None:
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
-    model = build_sharded(mp_policy=policy)
-    reference = build("plain").to(torch.bfloat16)
-    seen: list[torch.dtype] = []
-    model[1].up.register_forward_pre_hook(lambda module, args: seen.extend((module.weight.dtype, args[0].dtype)))
-    out = model(batch())
-    assert out.dtype == torch.float32
-    assert seen == [torch.bfloat16, torch.bfloat16]
-    out.square().sum().backward()
-    reference(batch().to(torch.bfloat16)).float().square().sum().backward()
-    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        gradient = other.grad.float()
-        dist.all_reduce(gradient, op=dist.ReduceOp.AVG)
-        assert param.dtype == param.grad.dtype == torch.float32
-        assert torch.equal(param.grad.full_tensor(), gradient)
-
-
-@on_ranks(2)
-def test_gradients_without_sync_are_held_in_the_reduce_dtype() -> None:
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    model = build_sharded(mp_policy=policy)
-    reference = build("plain").to(torch.bfloat16)
-    total = {name: 0.0 for name, _ in reference.named_parameters()}
-    for number in range(4):
-        with shardwise.policy(model, sync=number == 3):
-            model(batch(number)).float().sum().backward()
-        reference(batch(number).to(torch.bfloat16)).float().sum().backward()
-        for name, param in reference.named_parameters():
-            total[name] = total[name] + param.grad.float()
-            param.grad = None
-    for name, param in model.named_parameters():
-        dist.all_reduce(total[name], op=dist.ReduceOp.AVG)
-        torch.testing.assert_close(param.grad.full_tensor(), total[name])
 
 
 class Conv(nn.Module):
@@ -87,7 +44,7 @@ class Conv(nn.Module):
         return self.lin(self.conv(x).flatten(2).mean(-1))
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_any_dim_can_be_cut_unevenly() -> None:
     size = dist.get_world_size()
     for dim in (1, -1):
@@ -107,41 +64,6 @@ def test_any_dim_can_be_cut_unevenly() -> None:
         assert_gradients(model, reference)
     with pytest.raises(AssertionError, match="Shard dim 1 is invalid for 1D tensor"):
         fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda p: Shard(1))
-
-
-@on_ranks(4)
-def test_parameters_of_one_unit_on_two_meshes() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    everyone, inner = init_device_mesh("cpu", (4,)), mesh["inner"]
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
-    reference = copy.deepcopy(model)
-    experts = set(model[1].parameters())
-    fully_shard(
-        model,
-        mesh=everyone,  # mesh infos of the same ranks need not be the same object
-        shard_placement_fn=lambda p: ShardPlacementResult(
-            Shard(0), FSDPMeshInfo(inner if p in experts else everyone, 0)
-        ),
-    )
-    attachment = attachment_of(model)
-    assert attachment is not None
-    assert len(attachment.units) == 2
-    assert model[0].weight.device_mesh.size() == 4
-    assert model[1].weight.device_mesh.size() == 2
-    with pytest.raises(ValueError, match="not supported with multiple param groups"):
-        model.set_custom_all_gather(None)
-    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
-    inputs = x.chunk(4)[dist.get_rank()]
-    for each in (model, reference):
-        each(inputs).square().sum().backward()
-    for index, group in ((0, None), (1, mesh["inner"].get_group())):
-        for param in reference[index].parameters():
-            dist.all_reduce(param.grad, op=dist.ReduceOp.AVG, group=group)
-    assert_gradients(model, reference)
-    with pytest.raises(ConfigError, match="differ between ranks"):  # each half of the ranks has experts of its own
-        clip_grad_norm_(model.parameters(), 0.01)
-    clip_grad_norm_(model[0].parameters(), 0.01)
 
 
 @on_ranks(2)
@@ -219,60 +141,6 @@ def test_custom_collectives_and_hooks_are_used() -> None:
         model[0].set_allocate_memory_from_process_group_for_comm(True)
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right, self.end = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
-        return self.end(self.left(x) if left else self.right(x))
-
-
-@on_ranks(2)
-def test_ranks_may_use_different_parameters() -> None:
-    torch.manual_seed(0)
-    model = nn.Module()
-    model = Branches()
-    reference = copy.deepcopy(model)
-    fully_shard(model)
-    model.set_reduce_scatter_unused_params(True)
-    for step in range(3):
-        x = torch.randn(2, 4, requires_grad=True)
-        is_left = (dist.get_rank() + step) % 2 == 0
-        for each in (model, reference):
-            each(x, is_left).sum().backward()
-        for param in reference.parameters():
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-        average_gradients(reference)
-        assert_gradients(model, reference)
-        model.zero_grad()
-        reference.zero_grad()
-
-
-@on_ranks(2, FOUR)
-def test_meta_initialisation() -> None:
-    for width in (7, 1):
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(5, width), nn.Linear(width, 4))
-        for module in (*model, model):
-            fully_shard(module)
-        assert all(param.device.type == "meta" for param in model.parameters())
-        model.to_empty(device="cpu")
-        torch.manual_seed(0)
-        source = nn.Sequential(nn.Linear(5, width), nn.Linear(width, 4))
-        optim = torch.optim.Adam(model.parameters(), lr=0.1)
-        for param, value in zip(model.parameters(), source.parameters(), strict=True):
-            with torch.no_grad():
-                param.copy_(distribute_tensor(value.detach(), param.device_mesh, param.placements))
-        x = torch.randn(2, 5)
-        assert torch.equal(model(x), source(x))
-        model(x).sum().backward()
-        before = model[0].weight.full_tensor()
-        optim.step()
-        assert not torch.equal(model[0].weight.full_tensor(), before)
-        model[0].reset_parameters()
-
-
 @on_ranks(2)
 def test_policy_is_restored() -> None:
     model = build_sharded()
@@ -319,38 +187,6 @@ def test_clip_over_meshes_in_one_all_reduce() -> None:
 
 
 @on_ranks(2)
-def test_grad_scaler() -> None:
-    model = build_sharded()
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler.scale(model(batch()).sum()).backward()
-    scaler.unscale_(optim)
-    reference = build("plain")
-    reference(batch()).sum().backward()
-    average_gradients(reference)
-    assert_gradients(model, reference)
-    if dist.get_rank() == 0:
-        model[0].up.weight.grad.to_local().fill_(math.inf)
-    before = model[0].up.weight.full_tensor()
-    optim2 = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler.step(optim2)
-    scaler.update()
-    assert torch.equal(model[0].up.weight.full_tensor(), before)
-
-
-@on_ranks(2)
-def test_requires_grad_may_change_between_steps() -> None:
-    model, reference = build_sharded(), build("plain")
-    for step in range(4):
-        for each in (model, reference):
-            each[1].requires_grad_(step % 2 == 0)
-            each.zero_grad()
-            each(batch(step)).sum().backward()
-        average_gradients(reference)
-        assert_gradients(model, reference)
-
-
-@on_ranks(2)
 def test_units_of_several_modules_and_several_graphs() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(7, 15), Block(7, 9), Block(7, 3))
@@ -375,45 +211,6 @@ def test_units_of_several_modules_and_several_graphs() -> None:
     fully_shard(group_root)
     with pytest.raises(RuntimeError, match="FSDP requires a single root module but got"):
         group_root[0](torch.randn(1, 2))
-
-
-@on_ranks(2)
-def test_weights_tied_across_units() -> None:
-    for order in ("siblings", "nested"):
-        model, reference = build("tied"), build("tied")
-        if order == "siblings":
-            fully_shard(model.embed)
-            fully_shard(model.head)
-        else:
-            fully_shard(model.embed)
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
-        assert model.head.weight is model.embed.weight
-        optims = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, reference)]
-        for step in range(4):
-            tokens = batch(step, "tied")
-            for each in (model, reference):
-                each(tokens).square().sum().backward()
-            average_gradients(reference)
-            assert_gradients(model, reference, rtol=1e-4, atol=1e-5)
-            for optim in optims:
-                optim.step()
-                optim.zero_grad()
-        twin = copy.deepcopy(model)
-        assert twin.head.weight is twin.embed.weight
-        with torch.no_grad():
-            assert torch.equal(twin(tokens), model(tokens))
-
-
-@on_ranks(2)
-def test_policies_of_torch_are_understood() -> None:
-    from torch.distributed.fsdp import CPUOffloadPolicy as TorchOffload
-    from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
-
-    model = nn.Linear(4, 4)
-    fully_shard(model, mp_policy=TorchPrecision(param_dtype=torch.bfloat16), offload_policy=TorchOffload())
-    assert model(torch.randn(2, 4)).dtype == torch.bfloat16
 
 
 @on_ranks(4, fresh=True)

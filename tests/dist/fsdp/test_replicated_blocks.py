@@ -96,7 +96,7 @@ class Swapping(nn.Sequential):
         return x
 
 
-@on_ranks(2, group_timeout_s=4)
+@on_ranks(2, group_timeout_s=3)
 def test_units_are_reduced_one_by_one_and_ranks_that_run_them_in_another_order_are_named() -> None:
     model = Swapping(*[Block(WIDTH, 2 * WIDTH) for _ in range(3)])
     for block in model:

@@ -160,25 +160,3 @@ def test_what_does_not_fit_a_strategy_is_a_named_error() -> None:
         with pytest.raises(ConfigError, match=words):
             call()
     assert fully_shard(model, strategy=Strategy.ZERO2) is model  # what refused a strategy has sharded nothing
-
-
-@pytest.mark.parametrize("name", ["zero2", "hfsdp"])
-@on_ranks(4)
-def test_after_an_evaluation_modules_have_the_parameters_of_optimizers(name: str) -> None:
-    model, plain = _model(), _model()
-    shard_model(model, strategy=name, mesh=_mesh(name), min_unit_bytes=0)
-    shards, outputs = [*model.parameters()], list[torch.Tensor]()
-    for each in (model, plain):
-        average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
-        mean = torch.optim.swa_utils.AveragedModel(each, multi_avg_fn=average)
-        for step in range(2):
-            with torch.no_grad():
-                for param in each.parameters():
-                    param.mul_(0.9)
-            mean.update_parameters(each)
-            with torch.no_grad():
-                each(_batch(step, 0))
-                found = mean(_batch(step, 0))
-        outputs += [found]
-    torch.testing.assert_close(*outputs)
-    assert all(now is shard for now, shard in zip(model.parameters(), shards, strict=True))

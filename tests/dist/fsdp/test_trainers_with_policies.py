@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 import shardwise
 
@@ -154,14 +153,6 @@ def wraps_blocks() -> None:
     trains(prepare(net()), net())
 
 
-def wraps_nested_modules() -> None:
-    trains(prepare(net(), lambda each: isinstance(each, (Block, nn.Linear, nn.Embedding))), net())
-
-
-def wraps_the_root_alone() -> None:
-    trains(prepare(net(), lambda _: False), net())
-
-
 def wraps_with_options_per_module() -> None:
     policy = torchs.MixedPrecisionPolicy(param_dtype=torch.float32)
     trains(prepare(net(), lambda m: is_block(m) and {"reshard_after_forward": False, "mp_policy": policy}), net())
@@ -198,23 +189,14 @@ def synchronizes_ranks_of_other_seeds() -> None:
     trains(prepare(model), net())
 
 
-def begins_with_a_seed_per_rank() -> None:
-    learns(prepare(net(dist.get_rank())))
-
-
-def mixes_values_and_meta(is_tied: bool = False) -> None:
-    model = net(0, "cpu" if dist.get_rank() == 0 else "meta", is_tied)
+def mixes_values_and_meta() -> None:
+    model = net(0, "cpu" if dist.get_rank() == 0 else "meta", is_tied=True)
     values = {name: each.clone() for name, each in model.state_dict().items()} if dist.get_rank() == 0 else {}
     prepare(model)
     model = model if dist.get_rank() == 0 else model.to_empty(device="cpu")
-    if is_tied:
-        model.head.weight = model.embed.weight
+    model.head.weight = model.embed.weight
     set_model_state_dict(model, values, options=BROADCAST)
-    trains(model, net(is_tied=is_tied))
-
-
-def mixes_values_and_meta_of_a_tied_model() -> None:
-    mixes_values_and_meta(is_tied=True)
+    trains(model, net(is_tied=True))
 
 
 def begins_on_meta() -> None:
@@ -227,10 +209,6 @@ def begins_on_meta() -> None:
 
 
 # ---- Tied weights.
-
-
-def ties_in_the_unit_of_the_root() -> None:
-    trains(prepare(net(is_tied=True)), net(is_tied=True))
 
 
 def ties_in_one_unit_of_several_modules() -> None:
@@ -258,36 +236,8 @@ def recomputes_by_wrapper() -> None:
     trains(prepare(wrapped(wrappers.checkpoint_wrapper)), net())
 
 
-def recomputes_by_wrapper_of_units() -> None:
-    model = prepare(net())
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = wrappers.checkpoint_wrapper(block)
-    trains(model, net())
-
-
-def recomputes_by_function() -> None:
-    model = prepare(net())
-    model.within = lambda block, x: checkpoint(block, x, use_reentrant=False)
-    trains(model, net())
-
-
 def offloads_by_wrapper() -> None:
     trains(prepare(wrapped(wrappers.offload_wrapper)), net())
-
-
-def recomputes_and_offloads() -> None:
-    trains(prepare(wrapped(lambda block: wrappers.offload_wrapper(wrappers.checkpoint_wrapper(block)))), net())
-
-
-def offloads_by_function() -> None:
-    model = prepare(net())
-
-    def within(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        with torch.autograd.graph.save_on_cpu():
-            return block(x)
-
-    model.within = within
-    trains(model, net())
 
 
 # ---- State.
@@ -376,12 +326,11 @@ def accumulates_and_clips() -> None:
 SCENARIOS: dict[str, Callable[[], None]] = {
     each.__name__: each
     for each in (
-        *(wraps_blocks, wraps_nested_modules, wraps_the_root_alone, wraps_with_options_per_module),
-        *(keeps_the_optimizer_made_before, synchronizes_ranks_of_other_seeds, begins_with_a_seed_per_rank),
-        *(mixes_values_and_meta, mixes_values_and_meta_of_a_tied_model, begins_on_meta),
-        *(ties_in_the_unit_of_the_root, ties_in_one_unit_of_several_modules, ties_across_units),
-        *(recomputes_by_wrapper, recomputes_by_wrapper_of_units, recomputes_by_function),
-        *(offloads_by_wrapper, recomputes_and_offloads, offloads_by_function),
+        *(wraps_blocks, wraps_with_options_per_module),
+        *(keeps_the_optimizer_made_before, synchronizes_ranks_of_other_seeds),
+        *(mixes_values_and_meta, begins_on_meta),
+        *(ties_in_one_unit_of_several_modules, ties_across_units),
+        *(recomputes_by_wrapper, offloads_by_wrapper),
         *(loads_what_it_saves_through_dcp, gives_full_state_and_takes_it, reads_the_state_of_modules),
         *(scales_gradients, accumulates_and_clips),
     )
@@ -391,7 +340,10 @@ NOT_TORCHS = {"ties_across_units"}  # torch's class trains two weights there, in
 
 @pytest.mark.parametrize(
     ("contender", "scenario"),
-    [(who, each) for each in SCENARIOS for who in ("torch", "shardwise") if who != "torch" or each not in NOT_TORCHS],
+    [
+        *(("shardwise", each) for each in SCENARIOS),
+        *(pytest.param("torch", each, marks=pytest.mark.exhaustive) for each in SCENARIOS if each not in NOT_TORCHS),
+    ],
 )
 @on_ranks(2)
 def test_a_trainer_with_policies_trains_as_one_process(contender: str, scenario: str) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise import FSDPMeshInfo, ShardPlacementResult, fully_shard
+from shardwise import ConfigError, FSDPMeshInfo, ShardPlacementResult, clip_grad_norm_, fully_shard
 
 MICROBATCHES = 2
 
@@ -68,8 +68,7 @@ def step_of(model: Any, optimizer: torch.optim.Optimizer, number: int, reference
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize(("reshard", "recomputes"), [(None, False), (True, True), (False, False)])
 @on_ranks(4)
 def test_they_train_as_the_plain_model_and_so_does_a_copy(reshard: bool | None, recomputes: bool) -> None:
     meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
@@ -105,6 +104,10 @@ def test_both_are_prefetched_and_described() -> None:
     with shardwise.trace(model) as trace:
         model(inputs(0, 0)).square().sum().backward()
     order = [f"{call.op.value} {call.unit}" for call in trace.calls]
+    with pytest.raises(ValueError, match="not supported with multiple param groups"):
+        model[0].set_custom_all_gather(None)
+    with pytest.raises(ConfigError, match="differ between ranks"):  # each half of the ranks has experts of its own
+        clip_grad_norm_(model.parameters(), 0.01)
     for block in (1, 2):
         begun, before = order.index(f"unshard {block} (mesh 2)"), order.index(f"wait {block - 1} (mesh 2)")
         assert before < begun < order.index(f"wait {block}"), order

@@ -1,16 +1,17 @@
-"""Units whose parameters are read again, or not at all: recomputed, lent to other units, passed several times, left out."""
+"""Units whose parameters are read again, or not at all: checkpoints, lent weights, frozen parts used twice, units left out."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.compare import average_gradients, comparable, full
+from helpers.compare import assert_averaged
 from helpers.inside import Recorder, engine_of
-from helpers.models import Block
-from helpers.pairs import checkered
+from helpers.layers import Layers, layer
 from helpers.ranks import on_ranks
 from helpers.trains_alike import assert_trains_alike, batch
 from torch import nn
@@ -20,116 +21,105 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise import fully_shard, replicate
 
+Way = Callable[[Any, torch.Tensor], torch.Tensor]
 
-class TwiceChecked(nn.Module):
-    """Runs one layer twice within its unit, each time under a checkpoint of its own; ``order`` says where others run."""
 
-    def __init__(self, order: str, reentrant: bool) -> None:
-        super().__init__()
-        self.layer, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.order, self.reentrant = order, reentrant
+def three(way: Way, is_lent: bool = False) -> Layers:
+    """Return three layers; ``is_lent``: the second has the weight of the first."""
+    it: Any = Layers(way, first=layer(), second=layer(), third=layer())
+    if is_lent:
+        it.second.weight = it.first.weight
+    it.is_checkpointed = True
+    return it
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for step in self.order:
-            module = {"l": self.layer, "o": self.other}[step]
-            if step == "l":
-                x = checkpoint(module, x, use_reentrant=self.reentrant)
-            else:
-                x = module(x)
-            x = torch.tanh(x)
+
+def reentrant(module: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(module, x, use_reentrant=True)
+
+
+def in_order(order: str, is_reentrant: bool) -> Way:
+    """Run the first layer, under a checkpoint each time, where ``order`` has an f, and the second where it has an s."""
+
+    def way(it: Any, x: torch.Tensor) -> torch.Tensor:
+        for step in order:
+            x = torch.tanh(checkpoint(it.first, x, use_reentrant=is_reentrant) if step == "f" else it.second(x))
         return x
 
+    return way
 
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("order", "reentrant", "frozen"),
-    checkered(["ll", "llo", "lol", "oll", "lolo"], [True, False], [False, True], every=3),
-)
-def test_a_layer_may_be_checkpointed_twice_within_its_unit(order: str, reentrant: bool, frozen: bool) -> None:
+
+FROZEN, WEIGHT = ("second.weight", "second.bias"), ("first.weight",)
+WAYS: dict[str, Way] = {
+    "in a row": lambda it, x: it.second(torch.tanh(it.second(it.first(x)))).tanh(),
+    "side by side": lambda it, x: it.second(y := it.first(x)).tanh() + it.second(2 * y).tanh(),
+    "around another": lambda it, x: it.second(it.third(it.second(it.first(x)).tanh())).tanh(),
+    "in a checkpoint and outside": lambda it, x: it.second(torch.tanh(reentrant(it.second, it.first(x)))),
+    "lent within a checkpoint": lambda it, x: reentrant(lambda y: it.second(torch.sin(it.first(torch.cos(y)))), x),
+    "lent to what is recomputed later": lambda it, x: it.third(torch.sin(it.second(torch.sin(reentrant(it.first, x))))),
+    "lent in a recomputed segment": lambda it, x: checkpoint(
+        lambda y: it.second(torch.sin(it.first(y))), x, use_reentrant=False
+    ),
+}
+# The way, whether the first weight is lent, frozen parameters, and units.
+PROGRAMS: dict[str, tuple[Way, bool, tuple[str, ...], tuple[str, ...]]] = {
+    **{f"checkpointed {order}": (in_order(order, True), False, (), ("",)) for order in ("ff", "ffs", "sff", "fsfs")},
+    **{
+        f"checkpointed {order}, not reentrant": (in_order(order, False), False, ("second.bias",), ("",))
+        for order in ("ff", "fsf")
+    },
+    "checkpointed fsf, half frozen": (in_order("fsf", True), False, ("second.bias",), ("",)),
+    **{f"frozen {way}": (WAYS[way], False, FROZEN, ("second", "third", "")) for way in [*WAYS][:3]},
+    "partly frozen": (WAYS["around another"], False, FROZEN[:1], ("second", "third", "")),
+    **{
+        f"in a checkpoint and outside, unit {unit!r}": (WAYS["in a checkpoint and outside"], False, (), (unit, ""))
+        for unit in ("second", "first")
+    },
+    "in a checkpoint and outside": (WAYS["in a checkpoint and outside"], False, (), ("",)),
+    "lent within a checkpoint": (WAYS["lent within a checkpoint"], True, (), ("second",)),
+    "lent within a checkpoint, frozen": (WAYS["lent within a checkpoint"], True, WEIGHT, ("second",)),
+    "lent to what is recomputed later": (WAYS["lent to what is recomputed later"], True, (), ("second", "")),
+    "lent to what is recomputed later, frozen": (
+        WAYS["lent to what is recomputed later"], True, WEIGHT, ("second", "")
+    ),
+    "lent in a recomputed segment": (WAYS["lent in a recomputed segment"], True, (), ("first",)),
+}  # fmt: skip
+
+
+def made(way: Way, is_lent: bool, frozen: tuple[str, ...], units: tuple[str, ...]) -> tuple[Any, nn.Module]:
+    """Return a sharded model of three layers between two others, and the plain one."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), TwiceChecked(order, reentrant), TwiceChecked(order, reentrant), Block(6, 5))
-    model[1].other.bias.requires_grad_(not frozen)
+    model = nn.Sequential(nn.Linear(6, 6), three(way, is_lent), nn.Linear(6, 6))
+    for name in frozen:
+        model[1].get_parameter(name).requires_grad_(False)
     plain = copy.deepcopy(model)
-    for block in model:
-        fully_shard(block)
-    fully_shard(model)
-    assert_trains_alike(model, plain)
+    for name in units:
+        fully_shard(model[1].get_submodule(name))
+    return fully_shard(model), plain
 
 
-class FrozenTwice(nn.Module):
-    """A frozen part that an input with a gradient goes through twice."""
-
-    def __init__(self, order: str) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.part = nn.Sequential(nn.Linear(6, 6), nn.Tanh()).requires_grad_(False)
-        self.between = nn.Linear(6, 6, bias=False)
-        self.order = order
-        if order == "partly frozen":
-            self.part[0].bias.requires_grad_(True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        if self.order == "side by side":
-            return self.part(x) + self.part(2 * x)
-        return self.part(self.part(x) if self.order == "in a row" else self.between(self.part(x)))
+@pytest.mark.parametrize("program", PROGRAMS)
+@on_ranks(2)
+def test_a_program_trains_as_on_one_process(program: str) -> None:
+    assert_trains_alike(*made(*PROGRAMS[program]))
 
 
 @on_ranks(2)
-def test_a_frozen_unit_stays_unsharded_until_backward_has_left_all_its_passes() -> None:
-    for order in ("in a row", "side by side", "around another", "partly frozen"):
-        torch.manual_seed(0)
-        model = FrozenTwice(order)
-        plain = copy.deepcopy(model)
-        for part in (model.part, model.between, model):
-            fully_shard(part)
-        assert_trains_alike(model, plain)
-
-
-class HalfCheckpointed(nn.Module):
-    """A layer that is used twice, once in a reentrant checkpoint."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.layer = Block(6, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = checkpoint(self.layer, self.first(x), use_reentrant=True)
-        return self.layer(x)
-
-
-@on_ranks(2)
-def test_a_layer_may_be_used_in_a_reentrant_checkpoint_and_outside_of_it() -> None:
-    for units in ([], ["layer"], ["first"]):
-        torch.manual_seed(0)
-        model = nn.Sequential(HalfCheckpointed(), nn.Linear(6, 6))
-        plain = copy.deepcopy(model)
-        for name in units:
-            fully_shard(model[0].get_submodule(name))
-        fully_shard(model[0])
-        fully_shard(model)
-        assert_trains_alike(model, plain)
-
-
-class CheckpointedLater(nn.Module):
-    """One layer, used twice; its first use is a reentrant checkpoint when ``is_checkpointed``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Block(6, 5)
-        self.is_checkpointed = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = checkpoint(self.layer, x, use_reentrant=True) if self.is_checkpointed else self.layer(x)
-        return self.layer(x)
+def test_the_plan_of_a_lent_weight_in_a_recomputed_segment_is_what_is_done() -> None:
+    model, _ = made(*PROGRAMS["lent in a recomputed segment"])
+    for _ in range(2):
+        model(batch(0)).square().mean().backward()
+    engine = engine_of(model)
+    recorder = Recorder(engine)
+    model(batch(0)).square().mean().backward()
+    assert engine.exec_order.plan is not None
+    assert tuple(recorder.calls) == engine.exec_order.plan.calls
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["an input needs a gradient", "it is switched on"])
 def test_a_reentrant_checkpoint_may_come_into_the_graph_after_the_first_step(how: str) -> None:
     torch.manual_seed(0)
-    model = CheckpointedLater()
+    model: Any = three(lambda it, x: it.first(reentrant(it.first, x) if it.is_checkpointed else it.first(x)))
     plain = copy.deepcopy(model)
     fully_shard(model)
     for step in range(3):
@@ -138,58 +128,16 @@ def test_a_reentrant_checkpoint_may_come_into_the_graph_after_the_first_step(how
             model.is_checkpointed = plain.is_checkpointed = step > 0
         x.requires_grad_(step > 0 or how == "it is switched on")
         for each in (model, plain):
+            each.zero_grad()
             each(x).square().mean().backward()
-        average_gradients(plain)
-        for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(*comparable(mine.grad, expected.grad))
-        model.zero_grad()
-        plain.zero_grad()
-
-
-class LentWithinACheckpoint(nn.Module):
-    """Two layers with one weight, recomputed together; the second one is a unit, and lends the weight to the first."""
-
-    def __init__(self, is_frozen: bool) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.second.weight = self.first.weight
-        self.second.weight.requires_grad_(not is_frozen)
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.sin(self.first(torch.cos(x))))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.run, x, use_reentrant=True)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_a_unit_that_lends_a_weight_keeps_it_until_the_borrower_is_done(is_frozen: bool) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), LentWithinACheckpoint(is_frozen))
-    plain = copy.deepcopy(model)
-    fully_shard(model[1].second)
-    fully_shard(model)
-    assert_trains_alike(model, plain)
-
-
-class LentAndRecomputed(nn.Module):
-    """The first layer runs before the second, a unit that lends it its weight, and again under a checkpoint."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.first, torch.sin(self.second(torch.sin(self.first(x)))), use_reentrant=True)
+        assert_averaged(model, plain)
 
 
 @on_ranks(2)
 def test_gradients_of_a_nested_backward_do_not_end_a_unit_that_lends() -> None:
     """Also in a second backward over the same graph, when one has shown how many gradients come."""
     torch.manual_seed(0)
-    model = LentAndRecomputed()
+    model: Any = three(lambda it, x: reentrant(it.first, torch.sin(it.second(torch.sin(it.first(x))))), is_lent=True)
     plain = copy.deepcopy(model)
     fully_shard(model.second)
     fully_shard(model)
@@ -197,55 +145,7 @@ def test_gradients_of_a_nested_backward_do_not_end_a_unit_that_lends() -> None:
         loss = each(batch(0).requires_grad_()).square().mean()
         loss.backward(retain_graph=True)
         loss.backward()
-    average_gradients(plain)
-    for left, right in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(*comparable(right.grad, left.grad))
-
-
-class LentInARecomputedSegment(nn.Module):
-    """One checkpoint around the unit that lends its weight and the layer of the outer unit that uses it after."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda x: self.second(torch.sin(self.first(x))), x, use_reentrant=False)
-
-
-class TiedAcrossACheckpoint(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-        self.last.weight = self.inner.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.tanh(checkpoint(self.inner, self.first(x), use_reentrant=True)))
-
-
-class RecomputedAfterTheOwner(nn.Module):
-    """Backward recomputes a layer whose weight is that of a unit, after both units have all their own gradients."""
-
-    def __init__(self, is_frozen: bool) -> None:
-        super().__init__()
-        self.first, self.owner, self.last = nn.Linear(6, 6, bias=False), nn.Linear(6, 6), nn.Linear(6, 6)
-        self.owner.weight = self.first.weight
-        self.owner.weight.requires_grad_(not is_frozen)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.sin(self.owner(torch.sin(checkpoint(self.first, x, use_reentrant=True)))))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_a_tied_weight_stays_full_while_a_reentrant_checkpoint_of_another_unit_has_to_read_it(is_frozen: bool) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), RecomputedAfterTheOwner(is_frozen))
-    plain = copy.deepcopy(model)
-    for module in (model[1].owner, model[1], model):
-        fully_shard(module)
-    assert_trains_alike(model, plain)
+    assert_averaged(model, plain)
 
 
 @on_ranks(2)
@@ -255,33 +155,15 @@ def test_a_lent_weight_stays_full_after_a_nested_backward_while_the_borrower_may
     reshard: bool | None, forwards: tuple[int, int]
 ) -> None:
     torch.manual_seed(0)
-    model = TiedAcrossACheckpoint()
+    model: Any = three(lambda it, x: it.second(torch.tanh(reentrant(it.first, it.third(x)))), is_lent=True)
     plain = copy.deepcopy(model)
-    fully_shard(model.inner, reshard_after_forward=reshard)
+    fully_shard(model.first, reshard_after_forward=reshard)
     fully_shard(model, reshard_after_forward=reshard)
     for step in range(4):
         for each in (model, plain):
             each.zero_grad()
             torch.stack([each(batch(step)).square().mean() for _ in range(forwards[step % 2])]).sum().backward()
-        average_gradients(plain)
-        for left, right in zip(plain.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(*comparable(right.grad, left.grad))
-
-
-@on_ranks(2)
-def test_a_unit_that_lends_a_weight_keeps_it_while_the_borrower_is_recomputed() -> None:
-    torch.manual_seed(0)
-    model = LentInARecomputedSegment()
-    plain = copy.deepcopy(model)
-    fully_shard(model.first)
-    fully_shard(model)
-    assert_trains_alike(model, plain)
-    engine = engine_of(model)
-    assert engine.exec_order.plan is not None
-    model(batch(0)).square().mean().backward()
-    recorder = Recorder(engine)
-    model(batch(0)).square().mean().backward()
-    assert tuple(recorder.calls) == engine.exec_order.plan.calls
+        assert_averaged(model, plain)
 
 
 class Aside(nn.Module):
@@ -321,6 +203,4 @@ def test_a_unit_that_backward_does_not_come_to_keeps_the_gradient_of_its_shards(
         for each in (model, plain):
             each.uses_first = uses_first
             each(torch.randn(4, 6, generator=torch.Generator().manual_seed(seed + number))).square().mean().backward()
-    average_gradients(plain)
-    for left, right in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(full(right.grad), left.grad, rtol=1e-5, atol=1e-6)
+    assert_averaged(model, plain, rtol=1e-5, atol=1e-6)

@@ -4,124 +4,81 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import REORDERED, assert_averaged
+from helpers.layers import WIDTH, Layers, layer
 from helpers.ranks import on_ranks
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import fully_shard
 
-WIDTH = 6
+
+def two() -> Layers:
+    return Layers(lambda it, x: it.second(torch.tanh(it.first(x))), first=layer(), second=layer())
 
 
-def layer() -> nn.Linear:
-    return nn.Linear(WIDTH, WIDTH)
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = layer(), layer()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
-
-class PassesLeafOn(nn.Module):
+def passes_leaf_on() -> Layers:
     """Its block gets a leaf in a container and returns it in one: the leaf's gradient is there before the root has ended."""
+    block = Layers(lambda it, both: {"h": it.own(both["h"]), "leaf": both["leaf"]}, own=layer())
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.own = layer()
+    def way(it: Any, x: torch.Tensor) -> torch.Tensor:
+        both = it.unit({"h": it.before(x), "leaf": torch.ones(3, WIDTH, requires_grad=True)})
+        return it.after(both["h"] + both["leaf"])
 
-        def forward(self, both: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            return {"h": self.own(both["h"]), "leaf": both["leaf"]}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.unit, self.after = Two(), self.Block(), layer()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        both = self.unit({"h": self.before(x), "leaf": torch.ones(3, WIDTH, requires_grad=True)})
-        return self.after(both["h"] + both["leaf"])
+    return Layers(way, before=two(), unit=block, after=layer())
 
 
-class ReturnsItsInput(nn.Module):
+def returns_its_input() -> Layers:
     """A unit that is used twice returns in its second use what its first one has made."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.unit, self.aux, self.after = Two(), layer(), layer(), layer()
+    def inside(it: Any, x: torch.Tensor, aux: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        h = it.unit(torch.tanh(it.before(x)))
+        aux = it.aux(h) if aux is None else aux
+        return it.after(h) + aux, aux
 
-        def forward(self, x: torch.Tensor, aux: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-            h = self.unit(torch.tanh(self.before(x)))
-            aux = self.aux(h) if aux is None else aux
-            return self.after(h) + aux, aux
+    def way(it: Any, x: torch.Tensor) -> torch.Tensor:
+        h, aux = it.unit(it.before(x))
+        return it.after(it.unit(h, aux)[0])
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.unit, self.after = layer(), self.Block(), layer()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h, aux = self.unit(self.before(x))
-        return self.after(self.unit(h, aux)[0])
+    block = Layers(inside, before=two(), unit=layer(), aux=layer(), after=layer())
+    return Layers(way, before=layer(), unit=block, after=layer())
 
 
-class DifferentiatesAnOlderGraph(nn.Module):
+def differentiates_an_older_graph() -> Layers:
     """A hook inside of the root computes gradients of a graph that was made before it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.older, self.before, self.unit, self.after = Two(), Two(), layer(), layer()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def way(it: Any, x: torch.Tensor) -> torch.Tensor:
         q = x.clone().requires_grad_() * 1.0
-        old = self.older(q).square().sum()
-        return self.rest(x, lambda: torch.autograd.grad(old, q, retain_graph=True)[0].mean())
+        old = it.older(q).square().sum()
+        y = it.unit(it.before(x)) * 1.0
+        y.register_hook(lambda gradient: gradient + torch.autograd.grad(old, q, retain_graph=True)[0].mean())
+        return it.after(y)
 
-    def rest(self, x: torch.Tensor, older: Callable[[], torch.Tensor]) -> torch.Tensor:
-        y = self.unit(self.before(x)) * 1.0
-        y.register_hook(lambda gradient: gradient + older())
-        return self.after(y)
+    return Layers(way, older=two(), before=two(), unit=layer(), after=layer())
 
 
-class Recurses(nn.Module):
+def recurses() -> Layers:
     """A unit calls itself through a reentrant checkpoint."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.unit, self.after = layer(), layer(), layer()
+    def inside(it: Any, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        h = torch.tanh(it.unit(torch.tanh(it.before(x))))
+        return it.after(checkpoint(it, h, depth - 1, use_reentrant=True) if depth else h)
 
-        def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
-            h = torch.tanh(self.unit(torch.tanh(self.before(x))))
-            return self.after(checkpoint(self, h, depth - 1, use_reentrant=True) if depth else h)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.unit, self.after = layer(), self.Block(), layer()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after(self.unit(self.before(x)))
+    block = Layers(inside, before=layer(), unit=layer(), after=layer())
+    return Layers(lambda it, x: it.after(it.unit(it.before(x))), before=layer(), unit=block, after=layer())
 
 
-class Recomputes(nn.Module):
+def recomputes() -> Layers:
     """A reentrant checkpoint recomputes a unit, on the thread of backward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.unit, self.after = Two(), Two(), layer()
+    def way(it: Any, x: torch.Tensor) -> torch.Tensor:
+        return it.after(checkpoint(it.unit, it.before(x), use_reentrant=True))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after(checkpoint(self.unit, self.before(x), use_reentrant=True))
+    return Layers(way, before=two(), unit=two(), after=layer())
 
 
 def backward_on_another_thread(loss: torch.Tensor) -> None:
@@ -143,7 +100,7 @@ def backward_on_another_thread(loss: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [PassesLeafOn, ReturnsItsInput, DifferentiatesAnOlderGraph, Recurses, Recomputes],
+    [passes_leaf_on, returns_its_input, differentiates_an_older_graph, recurses, recomputes],
     ids=lambda each: each.__name__,
 )
 @on_ranks(2)
@@ -153,7 +110,7 @@ def test_a_unit_ends_where_autograd_leaves_it(kind: Any) -> None:
     plain = copy.deepcopy(model)
     for unit in (model.unit.unit, model.unit) if hasattr(model.unit, "unit") else (model.unit,):
         fully_shard(unit)
-    if kind is DifferentiatesAnOlderGraph:
+    if kind is differentiates_an_older_graph:
         fully_shard(model.older, reshard_after_forward=False)
     fully_shard(model)
     for step in range(3):
@@ -161,5 +118,5 @@ def test_a_unit_ends_where_autograd_leaves_it(kind: Any) -> None:
         for each in (model, plain):
             each.zero_grad()
             loss = each(x).square().sum()
-            backward_on_another_thread(loss) if kind is Recomputes else loss.backward()
+            backward_on_another_thread(loss) if kind is recomputes else loss.backward()
         assert_averaged(model, plain, **REORDERED)

@@ -10,7 +10,7 @@ from helpers.ranks import FOUR, on_ranks
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from shardwise import ConfigError, ShardedOptimizer, StateError, ZeroRedundancyOptimizer, fully_shard
+from shardwise import ConfigError, ShardedOptimizer, StateError, ZeroRedundancyOptimizer
 
 BLOCK, MIN_NUMEL = 256, 4096
 
@@ -232,20 +232,3 @@ def test_state_of_another_form_is_not_taken() -> None:
     found = ShardedOptimizer(params, torch.optim.SGD, lr=0.1, momentum=0.9)
     with pytest.raises(ConfigError, match="state of another optimizer class"):
         found.load_state_dict(blocks.state_dict())
-
-
-@on_ranks(2, FOUR)
-def test_blocks_over_fully_shard() -> None:
-    torch.manual_seed(0)
-    model, plain = (nn.Sequential(nn.Linear(96, 100), nn.Linear(100, 96)) for _ in range(2))
-    plain.load_state_dict(model.state_dict())
-    fully_shard(model)
-    found = ShardedOptimizer(dict(model.named_parameters()), BlockMomentum, update="whole_matrix")
-    expected = BlockMomentum(plain.parameters())
-    for step in range(3):
-        for module, optimizer in ((model, found), (plain, expected)):
-            optimizer.zero_grad()
-            module(torch.randn(4, 96, generator=torch.Generator().manual_seed(step))).square().sum().backward()
-            optimizer.step()
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a.full_tensor(), b)

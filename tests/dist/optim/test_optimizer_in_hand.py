@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.each import of_each
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.optim import Optimizer
@@ -53,7 +55,7 @@ def _delete_each(optimizer: Optimizer) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("api", APIS)
+@of_each(APIS)
 def test_state_that_is_taken_off_or_put_there_is_refused(api: str) -> None:
     model, optimizer = _made(api)
     for _ in range(2):
@@ -76,7 +78,7 @@ def test_state_that_is_taken_off_or_put_there_is_refused(api: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("api", APIS)
+@of_each(APIS)
 def test_an_entry_of_state_cannot_be_made_before_there_is_any(api: str) -> None:
     model, optimizer = _made(api)
     assert not optimizer.state
@@ -108,9 +110,9 @@ def _no_group(optimizer: Optimizer) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("api", APIS)
-@pytest.mark.parametrize("change", [_fewer, _none, _others, _another_group, _no_group])
-def test_param_groups_with_other_parameters_are_refused(api: str, change: Callable[[Optimizer], None]) -> None:
+@of_each([*product(APIS, [_fewer, _none, _others, _another_group, _no_group])])
+def test_param_groups_with_other_parameters_are_refused(case: tuple[str, Callable[[Optimizer], None]]) -> None:
+    api, change = case
     model, optimizer = _made(api)
     _step(model, optimizer)
     change(optimizer)
@@ -122,7 +124,7 @@ def test_param_groups_with_other_parameters_are_refused(api: str, change: Callab
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("api", APIS)
+@of_each(APIS)
 def test_param_groups_may_be_other_dicts_with_other_options(api: str) -> None:
     model, optimizer = _made(api)
     _step(model, optimizer)
@@ -135,7 +137,7 @@ def test_param_groups_may_be_other_dicts_with_other_options(api: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("api", APIS)
+@of_each(APIS)
 def test_hooks_on_state_dicts_are_called_and_may_put_another_in_its_place(api: str) -> None:
     model, optimizer = _made(api)
     _step(model, optimizer)
@@ -163,7 +165,7 @@ def test_hooks_on_state_dicts_are_called_and_may_put_another_in_its_place(api: s
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("api", APIS)
+@of_each(APIS)
 def test_defaults_are_those_of_the_optimizer_which_schedulers_of_momentum_look_at(api: str) -> None:
     model, optimizer = _made(api)
     plain = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1, momentum=0.9)
@@ -235,7 +237,7 @@ def test_options_set_before_a_group_is_added_are_kept(kind: str, change: Change)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("api", APIS)
+@of_each(APIS)
 def test_options_set_in_a_closure_are_those_of_the_step(api: str) -> None:
     model, optimizer = _made(api)
 
@@ -253,7 +255,22 @@ def test_options_set_in_a_closure_are_those_of_the_step(api: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("api", APIS)
+@of_each(APIS)
+def test_what_a_closure_raises_comes_back_and_nothing_has_changed(api: str) -> None:
+    model, optimizer = _made(api)
+    before = [param.detach().clone() for param in model.parameters()]
+
+    def closure() -> float:
+        model(torch.ones(2, 6)).sum().backward()
+        raise KeyError("of the closure")
+
+    with pytest.raises(KeyError):
+        optimizer.step(closure)
+    assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+
+
+@on_ranks(2)
+@of_each(APIS)
 def test_a_group_is_not_added_to_groups_with_other_parameters(api: str) -> None:
     optimizer = _made(api)[1]
     _fewer(optimizer)

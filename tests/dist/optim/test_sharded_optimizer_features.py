@@ -463,7 +463,7 @@ def _refused(model: nn.Module, prefix: str = "", num_steps: int = 4, averages: b
     return found
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_gradients_of_plain_parameters_that_nothing_averages_are_refused_on_every_rank() -> None:
     (found,) = _refused(_model())
     rank = dist.get_rank()

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -93,25 +92,6 @@ def test_a_stopped_rank_leaves_with_the_others(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         error = process.communicate(timeout=90)[1]
     assert process.returncode == 128 + signal.SIGTERM, error
-
-
-def test_threads_that_save_into_one_folder_take_turns(tmp_path: Path) -> None:
-    failures: list[BaseException] = []
-
-    def one(step: int) -> None:
-        try:
-            save(tmp_path, {"w": {"t": torch.full((1000,), float(step))}}, step=step)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=one, args=(step,)) for step in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    finish(tmp_path)
-    assert not failures
-    assert sorted(os.listdir(tmp_path)) == [f"step-{step:08d}" for step in range(6)]
 
 
 def _forward_in_child(model: torch.nn.Module, pipe: Any) -> None:

@@ -33,7 +33,7 @@ def _embedding_heavy_share(partition: str) -> float:
     return held / (2 * sum(p.numel() for p in params))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, FOUR])
 def test_even_is_even_where_whole_cannot_be(pool, num_ranks: int) -> None:
     whole = pool.run(_embedding_heavy_share, num_ranks=num_ranks, partition="whole")
     even = pool.run(_embedding_heavy_share, num_ranks=num_ranks, partition="even")

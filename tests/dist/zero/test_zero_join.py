@@ -71,7 +71,7 @@ def _reference(num_epochs: int):
     return found
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 @pytest.mark.parametrize("partition", ["whole", "even"])
 def test_uneven_inputs_train_as_with_ddp_when_gradients_are_set(partition: str) -> None:
     rank, size, epochs = dist.get_rank(), dist.get_world_size(), 2

@@ -14,7 +14,6 @@ from helpers.compare import assert_equal
 from helpers.pairs import pairwise
 from helpers.ranks import FOUR, on_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from shardwise import ShardwiseError, ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
@@ -80,23 +79,6 @@ def _with_ddp(**ddp_options: Any) -> list[torch.Tensor]:
     return _train(ddp, _nothing, torch.optim.AdamW(ddp.parameters(), **OPTIONS).step)
 
 
-def _summed_in_rank_order() -> list[torch.Tensor]:
-    """Train on the average whose sum every rank takes in the order of ranks: what owners do."""
-    model = Net()
-
-    def average() -> None:
-        for p in model.parameters():
-            assert p.grad is not None
-            every = [torch.empty(p.shape) for _ in range(dist.get_world_size())]
-            dist.all_gather(every, p.grad.contiguous())
-            total = every[0].clone()
-            for other in every[1:]:
-                total += other
-            p.grad.copy_(total / dist.get_world_size())
-
-    return _train(model, average, torch.optim.AdamW(model.parameters(), **OPTIONS).step)
-
-
 @on_ranks(2, FOUR)
 def test_memory_order_changes_nothing_with_hooks_that_reduce_to_all() -> None:
     for bucket_view, static_graph, make_hook, partition in HOOK_CASES if dist.get_world_size() == 2 else HOOK_CASES[:3]:
@@ -138,35 +120,6 @@ def test_memory_order_changes_nothing_in_steps_after_backward() -> None:
         strides = [p.stride() for p in ddp.parameters()]
         assert_equal(_train(ddp, _nothing, zero.step), expected, (partition, bucket_view, views))
         assert [p.stride() for p in ddp.parameters()] == strides
-
-
-@on_ranks(2, 4)
-def test_memory_order_changes_nothing_for_uneven_inputs() -> None:
-    """In Join a joined rank's share is updated with the gradients of an active one."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-
-    def batches() -> list[torch.Tensor]:
-        return _batches(rank)[: 1 + rank % NUM_STEPS]
-
-    plain = _ddp()
-    adam = torch.optim.AdamW(plain.parameters(), **OPTIONS)
-    with plain.join():
-        for batch in batches():
-            plain.zero_grad()
-            plain(batch).square().mean().backward()
-            adam.step()
-    expected = _values(plain)
-    for p in expected:
-        dist.broadcast(p, src=size - 1)
-    for partition in PARTITIONS:
-        ddp = _ddp()
-        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, partition=partition, **OPTIONS)
-        with Join([ddp, zero]):
-            for batch in batches():
-                ddp.zero_grad()
-                ddp(batch).square().mean().backward()
-                zero.step()
-        assert_equal(_values(ddp), expected, partition)
 
 
 @on_ranks(2, FOUR)

@@ -177,31 +177,6 @@ def test_state_that_does_not_fit_is_refused() -> None:
 
 
 @on_ranks(2, FOUR)
-def test_state_keeps_shape_and_values_in_any_memory_order() -> None:
-    """Channels-last and transposed parameters: states keep shape and values, in whichever partition."""
-    for partition, bucket_view in product(("whole", "even"), (False, True)):
-        torch.manual_seed(0)
-        conv = torch.nn.Conv2d(6, 10, 3).to(memory_format=torch.channels_last)
-        turned = torch.nn.Parameter(torch.rand(7, 40).t())
-        plain_params = [p.detach().clone().requires_grad_() for p in (*conv.parameters(), turned)]
-        params = [*conv.parameters(), turned]
-        zero = ZeroRedundancyOptimizer(
-            params, torch.optim.Adam, lr=0.1, partition=partition, parameters_as_bucket_view=bucket_view
-        )
-        adam = torch.optim.Adam(plain_params, lr=0.1)
-        for ours, optim in ((params, zero), (plain_params, adam)):
-            for index, p in enumerate(ours):
-                p.grad = torch.arange(p.numel(), dtype=torch.float).reshape(p.shape) + index
-            optim.step()
-        zero.consolidate_state_dict(0)
-        for a, b in zip(params, plain_params, strict=True):
-            assert torch.allclose(a, b)
-        if dist.get_rank() == 0:
-            for index, p in enumerate(plain_params):
-                assert torch.allclose(zero.state_dict()["state"][index]["exp_avg"], adam.state[p]["exp_avg"])
-
-
-@on_ranks(2, FOUR)
 def test_torch_does_not_step_for_state() -> None:
     """torch's functions make state by a step on zeros where they see none: they must see it, on every rank."""
     for partition, params in product(("whole", "even"), (_groups, lambda model: [*model.parameters()][:1])):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any, TypeVar, cast
@@ -355,18 +355,3 @@ def is_valid(case: Case) -> bool:
         if not case.divides_by_all and not all(way.sync for ways in trained for way in ways):
             return False
     return True
-
-
-def shrink(case: Case, fails: Callable[[Case], bool], max_tries: int = 150) -> Case:
-    """Return the smallest case that was found to fail; ``fails(case)`` is called at most ``max_tries`` times."""
-    tries, progress = 0, True
-    while progress:
-        progress = False
-        for candidate in filter(is_valid, candidates(case)):
-            if tries >= max_tries:
-                return case
-            tries += 1
-            if fails(candidate):
-                case, progress = candidate, True
-                break
-    return case
