@@ -31,7 +31,7 @@ def plan_of(*units: int) -> StepPlan:
 
 def test_orders_in_turn_tell_the_next_one_and_one_that_comes_again_tells_itself() -> None:
     known = KnownPlans()
-    first, second = (known.add(plan_of(0, head), MADE_FROM) for head in (1, 2))
+    first, second = (known.add(plan_of(0, head)) for head in (1, 2))
     assert known.end_step(first) is first
     assert known.end_step(second) is second
     for _ in range(3):
@@ -45,7 +45,7 @@ def test_orders_in_turn_tell_the_next_one_and_one_that_comes_again_tells_itself(
 
 def test_an_order_is_found_again_with_the_same_policies_alone() -> None:
     known = KnownPlans()
-    plan = known.add(plan_of(0, 1), MADE_FROM)
+    plan = known.add(plan_of(0, 1))
     assert known.find(order_of(0, 1), MADE_FROM, None) is plan
     assert known.find(order_of(0, 1), MADE_FROM, plan.plan) is plan
     assert known.find(order_of(0, 2), MADE_FROM, plan.plan) is None
@@ -58,6 +58,6 @@ def test_of_many_orders_the_newest_are_kept() -> None:
     known = KnownPlans()
     orders = [tuple(number >> place & 1 for place in range(6)) for number in range(40)]
     for units in orders:
-        known.add(plan_of(*units), MADE_FROM)
+        known.add(plan_of(*units))
     found = [known.find(order_of(*units), MADE_FROM, None) is not None for units in orders]
     assert found == [False] * 24 + [True] * 16
