@@ -127,8 +127,7 @@ class Divergence:
 
     def serve_one(self) -> None:
         """Serve the next pass of the other ranks; this rank begins none (``Join``)."""
-        kind = self._begin_next(None, False)
-        if kind is not None:
+        if (kind := self._begin_next(None, False)) is not None:
             self._engine.serve_pass(kind)
 
     def _begin_next(self, wanted: PassKind | None, is_active: bool, changed: Ids = None) -> PassKind | None:
@@ -289,24 +288,21 @@ class ServeHook(JoinHook):
     """Serves other ranks after this one has left the body of a ``Join``.
 
     Args:
-        module: the root.  divergence: that of its engine; None on a single rank.  divides_by_all: as of :class:`Divergence`.
+        module: the root.  divergence: that of its engine.  divides_by_all: as of :class:`Divergence`.
     """
 
-    def __init__(self, module: nn.Module, divergence: Divergence | None, divides_by_all: bool) -> None:
+    def __init__(self, module: nn.Module, divergence: Divergence, divides_by_all: bool) -> None:
         self._module, self._divergence = module, divergence
-        if divergence is not None:
-            divergence.divides_by_all, divergence.joined = divides_by_all, weakref.ref(module)
+        divergence.divides_by_all, divergence.joined = divides_by_all, weakref.ref(module)
 
     def main_hook(self) -> None:
         """Serve one pass."""
-        if self._divergence is not None:
-            self._divergence.serve_one()
+        self._divergence.serve_one()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Leave the join, as all ranks have."""
         torch_private.leave_join(self._module)
-        if self._divergence is not None:
-            self._divergence.leave_join()
+        self._divergence.leave_join()
 
 
 def refuse_manual(is_manual: bool) -> None:
