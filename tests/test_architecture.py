@@ -328,7 +328,7 @@ def test_files_and_functions_are_short() -> None:
 
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
-    "fsdp": 5719,  # with plan and checks 6482; containers.py (136) and loop/meter.py were in it; issue 57 about 300
+    "fsdp": 5480,  # with plan and checks 6205; containers.py (136) and loop/meter.py were in it; issue 57 about 300
     "collectives": 2606,  # of 2800
     "checkpoint": 2412,  # with transaction 2900; issue 62: the removal of one version
     "publish": 564,  # issue 62, which allows 650 with sleep
@@ -338,15 +338,15 @@ BUDGETS = {
     "optim": 1661,
     "zero": 1025,
     "cli": 1314,  # of which 48 and 49 about 160, 59 and 60 about 65
-    "(top)": 1942,  # with testing; of it transaction.py is 468, reference.py is 177 and containers.py, once in fsdp, 136
+    "(top)": 1945,  # with testing; of it transaction.py is 468, reference.py is 177 and containers.py, once in fsdp, 136
     "elastic": 1150,  # issue 61, of which under torchrun 234
     "reproducible": 510,  # issue 49
     "loop": 755,  # issue 61: what a launcher asks of a supervisor
     "testing": 375,
-    "plan": 344,
+    "plan": 320,
     "data": 450,  # issue 60
     "prove": 1251,  # issue 59, which allows 650
-    "checks": 441,  # of which optimizers 165
+    "checks": 405,  # of which optimizers 156
     "offload": 1375,  # host tier 500, disk tier 300, activations 200; a limit without inputs 28; asleep (issue 62) 331
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,15 +18,16 @@ from shardwise import observe
 from shardwise.consistency.agreement import MismatchCheck, first_difference
 from shardwise.errors import ConfigError, DesyncError, StateError
 from shardwise.fsdp.engine import Engine, live_engines, on_new_units
+from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.roots import serve_others
 from shardwise.fsdp.unit import Unit
 from shardwise.observe import unit_in_words
 
 _logger = logging.getLogger("shardwise.checks")
 _warned: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines with a warning about steps without any gradient
-# By id and number of parameters, the optimizers that were checked: none of their parameters is an outdated form of a
-# parameter of the living engines.
-_checked: dict[tuple[int, int], weakref.ref[torch.optim.Optimizer]] = {}
+# The optimizers that were checked, with the number of their parameters then: none of these is an outdated form of a parameter
+# of the living engines.
+_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _watches: list[RemovableHandle] = []  # made by watch_optimizers alone
 
 
@@ -44,7 +45,7 @@ def watch_optimizers() -> None:
         _watches.append(register_optimizer_step_post_hook(_see_step))
 
 
-def before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
+def before_optimizer_step(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
     """Reshard units before the optimizer steps on their shards, so that writes to full parameters are copied first.
 
     Full parameters would be stale after the step, and gathered again in any case.
@@ -52,26 +53,28 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any = (), kwar
     Raises: StateError if gradients of these parameters wait for ``finalize_backward`` or for a backward with sync.
     """
     observe.note("optimizer steps", type(optimizer).__name__)
-    if _key_of(optimizer) not in _checked:
-        _check_forms(optimizer)
-    serve_others([param for group in optimizer.param_groups for param in group["params"]])
+    given = _given_to(optimizer)
+    if _checked.get(optimizer) != len(given):
+        _check_forms(optimizer, {id(param): param for param in given})
+    serve_others(given)
     engines = [engine for engine in live_engines if engine.heeds_steps]
-    stepped = _stepped(optimizer) if engines else set[int]()
+    ids = {*map(id, given)} if engines else set[int]()
     for engine in engines:
+        stepped = [param for unit in engine.units for param in unit.params if id(param.sharded) in ids]
         _refuse_early(engine, stepped)
         if engine.awaits_backward:
             _look_for_gradients(engine, stepped)
         if not engine.is_in_step:
-            engine.reshard_stepped(stepped)
+            engine.reshard_stepped(ids)
 
 
-def _stepped(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(param) for group in optimizer.param_groups for param in group["params"]}
+def _given_to(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 # Optimizers of torch whose own step raises in DTensor, or is another update, over shards: what to write instead.
 _IN_A_SHARDED_OPTIMIZER = "write shardwise.ShardedOptimizer(dict(model.named_parameters()), torch.optim.{}, ...)"
-_NOT_OVER_SHARDS: dict[type[torch.optim.Optimizer], str] = {
+_NOT_OVER_SHARDS: dict[type[Optimizer], str] = {
     torch.optim.Adafactor: f"it takes norms over whole matrices; {_IN_A_SHARDED_OPTIMIZER}",
     torch.optim.LBFGS: "its history takes inner products over all parameters; take another optimizer, or keep whole, plain "
     "parameters: shardwise.replicate(model, parameters='plain')",
@@ -79,28 +82,21 @@ _NOT_OVER_SHARDS: dict[type[torch.optim.Optimizer], str] = {
 }
 
 
-def _key_of(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Return what changes when an optimizer is another one or has got more parameters."""
-    return id(optimizer), sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-def _check_forms(optimizer: torch.optim.Optimizer) -> None:
-    key = _key_of(optimizer)
-    stepped = _stepped(optimizer)
+def _check_forms(optimizer: Optimizer, given: Mapping[int, torch.Tensor]) -> None:
+    """Raise StateError for parameters that a step would not reach, ConfigError for a class that cannot step on shards."""
     kind = next((kind for kind in _NOT_OVER_SHARDS if isinstance(optimizer, kind)), None)
-    unknown = {id(p) for group in optimizer.param_groups for p in group["params"] if kind and isinstance(p, DTensor)}
+    unknown = {each for each, param in given.items() if kind and isinstance(param, DTensor)}
     early: list[str] = []
     for param in (param for engine in live_engines for unit in engine.units for param in unit.params):
-        original = param.original()
-        if original is not None and original is not param.sharded and id(original) in stepped:
+        sharded = param.sharded
+        if param.original() is not sharded and id(param.original()) in given:
             early.append(param.fqn)
-        unknown.discard(id(param.sharded))
-        placements = param.sharded.placements if isinstance(param.sharded, DTensor) else ()
-        if kind is not None and id(param.sharded) in stepped and any(place.is_shard() for place in placements):
+        unknown.discard(id(sharded))
+        is_cut = isinstance(sharded, DTensor) and any(place.is_shard() for place in sharded.placements)
+        if kind is not None and id(sharded) in given and is_cut:
             reason = _NOT_OVER_SHARDS[kind].format(kind.__name__)
             raise ConfigError(f"{kind.__name__} cannot step on {param.fqn}, which is sharded: {reason}")
-        forms = (each for each in (param.full, param.registered_form) if each is not param.sharded)
-        if any(each is not None and id(each) in stepped for each in forms):
+        if any(each is not sharded and id(each) in given for each in (param.full, param.registered_form)):
             raise StateError(
                 f"an optimizer was given the full form of {param.fqn}, or its form on a smaller mesh: its steps would not "
                 "reach the model. Build the optimizer before forward; after an interrupt call reset_iter_state()"
@@ -111,19 +107,18 @@ def _check_forms(optimizer: torch.optim.Optimizer) -> None:
             "its steps would not reach the model. Build the optimizer after fully_shard."
         )
     if not unknown:  # else the closure runs the first forward: it is checked after the step
-        _checked[key] = weakref.ref(optimizer, lambda _: _checked.pop(key, None))
+        _checked[optimizer] = len(given)
 
 
-def _refuse_early(engine: Engine, stepped: set[int]) -> None:
-    """Raise StateError if an optimizer steps on a parameter of ``engine``, one of the ids ``stepped``, too early."""
-    for param in [param for unit in engine.units for param in unit.params if id(param.sharded) in stepped]:
+def _refuse_early(engine: Engine, stepped: Sequence[ShardedParam]) -> None:
+    """Raise StateError if an optimizer steps on parameters of ``engine`` too early."""
+    for param in stepped:
         where = unit_in_words(param.unit().name)
         if param.full is not None and param.full is not param.sharded and param.full.grad is not None:
             engine.forget_step()
             raise StateError(
                 f"a backward has computed a gradient of {param.fqn} without reaching an output of {where}, from a tensor that "
-                "forward has left elsewhere: it is not reduced. Return that tensor from forward, or keep it in an attribute of "
-                "the module"
+                "forward has left elsewhere: it is not reduced. Return it from forward, or keep it in a module's attribute"
             )
         if engine.forwards:
             raise StateError(
@@ -140,27 +135,25 @@ def _refuse_early(engine: Engine, stepped: set[int]) -> None:
             raise StateError(f"an optimizer steps too early: {mark.why}")
 
 
-def _look_for_gradients(engine: Engine, stepped: set[int]) -> None:
+def _look_for_gradients(engine: Engine, stepped: Sequence[ShardedParam]) -> None:
     """Warn of an optimizer step on parameters without any gradient, after a forward whose backward did not run."""
-    params = [param for unit in engine.units for param in unit.params if id(param.sharded) in stepped]
-    trained = [param for param in params if param.sharded.requires_grad]
+    trained = [param for param in stepped if param.sharded.requires_grad]
     engine.awaits_backward = False
     if trained and engine not in _warned and all(param.sharded.grad is None for param in trained):
         _warned.add(engine)
         _logger.warning(
             "an optimizer steps on %s and %d other sharded parameters, none of which has a gradient, although a forward has "
             "built a graph. backward(inputs=...) and torch.autograd.grad do not find them: call backward() without inputs",
-            trained[0].fqn,
-            len(trained) - 1,
+            *(trained[0].fqn, len(trained) - 1),
         )
 
 
-def after_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def after_optimizer_step(optimizer: Optimizer, *_: Any) -> None:
     """Bump the version counters of shards after a step: torch's multi-tensor and fused steps do not."""
-    if _key_of(optimizer) not in _checked:
-        _check_forms(optimizer)
-    written = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
-    if written:
+    given = _given_to(optimizer)
+    if _checked.get(optimizer) != len(given):
+        _check_forms(optimizer, {id(param): param for param in given})
+    if written := [param for param in given if isinstance(param, DTensor)]:
         torch.autograd.graph.increment_version(written)
 
 
@@ -198,9 +191,8 @@ class OptimizerSteps:
 
     def see(self, optimizer: Optimizer) -> None:
         """Note a step of ``optimizer``, if it has parameters of the root."""
-        groups = optimizer.param_groups
-        if self.is_on and any(id(param) in self._ids for group in groups for param in group["params"]):
-            found = [(name, group.get(name)) for group in groups for name in _OPTIONS]
+        if self.is_on and not self._ids.isdisjoint(map(id, _given_to(optimizer))):
+            found = [(name, group.get(name)) for group in optimizer.param_groups for name in _OPTIONS]
             unsynced = [p.fqn for unit in self._units for p in unit.earlier.unsynced if p.sharded.grad is not None]
             if unsynced and not self._has_warned:
                 self._has_warned = True

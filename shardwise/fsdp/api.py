@@ -59,19 +59,16 @@ def describe_units(model: nn.Module) -> UnitTable:
     """
     names = names_of_units(model)
     if not names:
-        raise ConfigError(
-            f"{type(model).__name__} contains no unit; call shard_model, fully_shard or replicate on it first"
-        )
+        raise ConfigError(f"{type(model).__name__} contains no unit; call shard_model, fully_shard or replicate first")
     return UnitTable(tuple(_row(unit, name) for unit, name in names.items()))
 
 
 def _row(unit: Unit, name: str) -> UnitRow:
-    numel = num_bytes = moved = 0
-    for param in unit.params:
-        numel += param.shard.numel
-        num_bytes += param.shard.numel * param.dtype.itemsize
-        is_cut = unit.memory.is_collective and not param.shard.is_whole
-        moved += param.shard.section_numel * param.shard.num_shards if is_cut else param.shard.numel
+    shards = [param.shard for param in unit.params]
+    numel = sum(shard.numel for shard in shards)
+    num_bytes = sum(param.shard.numel * param.dtype.itemsize for param in unit.params)
+    cut = [unit.memory.is_collective and not shard.is_whole for shard in shards]
+    moved = sum(s.section_numel * s.num_shards if is_cut else s.numel for s, is_cut in zip(shards, cut, strict=True))
     route = unit.route if engine_of(unit) is not None else ""
     return UnitRow(name, len(unit.modules), numel, num_bytes, moved / numel if numel else 1.0, route)
 
@@ -83,19 +80,15 @@ logger = logging.getLogger("shardwise")
 
 def default_mesh(dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
     """Return the 1-D mesh of all ranks; initialize the process group if needed (of one rank without a launcher)."""
-    if not dist.is_initialized():
-        _join_or_stand_alone()
-    return init_device_mesh(accelerator_type(), (dist.get_world_size(),), mesh_dim_names=dim_names)
-
-
-def _join_or_stand_alone() -> None:
     device_type = accelerator_type()
-    backend = "nccl" if device_type == "cuda" else "gloo" if device_type == "cpu" else None
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend)
-        return
-    logger.info("no process group and no launcher: shardwise makes a group of one rank")
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if not dist.is_initialized():
+        backend = {"cuda": "nccl", "cpu": "gloo"}.get(device_type)
+        if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+            dist.init_process_group(backend)
+        else:
+            logger.info("no process group and no launcher: shardwise makes a group of one rank")
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=dim_names)
 
 
 def _checked_mesh(mesh: object, dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
@@ -116,7 +109,17 @@ def _axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> MeshAxes:
     Raises: ConfigError, UsageError with torch's messages for a mesh that does not fit.
     """
     if dims is not None:
-        return _named_axes(mesh, dims)
+        names = mesh.mesh_dim_names
+        if names is None:
+            raise ConfigError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
+        roles = [role for role in (names_of(dims.replicate), names_of(dims.shard)) if role]
+        for name in (name for role in roles for name in role):
+            if name not in names:
+                raise ConfigError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {names}")
+        parts = [mesh[r[0]] if len(r) == 1 else torch_private.flatten_mesh(mesh[r], "_".join(r)) for r in roles]
+        # Several names of one role act as one axis: the ranks of a collective are those of all of them.
+        joined = parts[0] if len(parts) == 1 else torch_private.join_meshes(parts)
+        return MeshAxes(joined, len(parts) - 1 if dims.shard else None, 0 if dims.replicate else None, dims, mesh)
     if mesh.ndim not in (1, 2):
         raise ConfigError(
             f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}; pass the data-parallel axes alone, e.g. mesh['dp'], "
@@ -137,22 +140,6 @@ def _axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> MeshAxes:
             f"dp_mesh_dims=DataParallelMeshDims(shard={first!r}, replicate={second!r})"
         )
     return MeshAxes(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-
-
-def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshAxes:
-    names = mesh.mesh_dim_names
-    if names is None:
-        raise ConfigError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
-    for name in (*names_of(dims.shard), *names_of(dims.replicate)):
-        if name not in names:
-            raise ConfigError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {names}")
-    parts = [_one_axis(mesh, part) for part in (names_of(dims.replicate), names_of(dims.shard)) if part]
-    joined = parts[0] if len(parts) == 1 else torch_private.join_meshes(parts)
-    return MeshAxes(joined, len(parts) - 1 if dims.shard else None, 0 if dims.replicate else None, dims, mesh)
-
-
-def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    return mesh[names[0]] if len(names) == 1 else torch_private.flatten_mesh(mesh[names], "_".join(names))
 
 
 def _resolve_reshard(value: Any, num_shards: int) -> bool | int | None:
@@ -177,13 +164,9 @@ def _check_strategy(strategy: Strategy, axes: MeshAxes, reshard_after_forward: o
     """Raise ConfigError if ``fully_shard`` does not take ``strategy``, or not with these arguments."""
     name, num_axes = strategy.value, 2 if strategy in (Strategy.HSDP, Strategy.HFSDP) else 1
     if strategy in (Strategy.ZERO1, Strategy.DDP):
-        raise ConfigError(
-            f"{name} shards no parameter: call shard_model(model, strategy={name!r}), or replicate(model)"
-        )
+        raise ConfigError(f"{name} shards no parameter: call shard_model(model, strategy={name!r}) or replicate")
     if axes.dp_mesh_dims is not None or axes.mesh.ndim != num_axes:
-        raise ConfigError(
-            f"{name} takes a mesh of {num_axes} data-parallel axes, without dp_mesh_dims, found {axes.mesh}"
-        )
+        raise ConfigError(f"{name} takes a mesh of {num_axes} data-parallel axes without dp_mesh_dims, not {axes.mesh}")
     if strategy in _KEEPING and reshard_after_forward is not None:
         raise ConfigError(f"{name} says what is kept after forward: leave out reshard_after_forward")
 
@@ -195,8 +178,6 @@ _Kind = TypeVar("_Kind")
 
 class _Api(Protocol[_Args, _Kind]):
     """An API that takes a module or a list of them, and returns what it was given, with the methods of ``_Kind``."""
-
-    __name__: str
 
     @overload
     def __call__(self, module: nn.Module, *args: _Args.args, **kwargs: _Args.kwargs) -> _Kind: ...
@@ -282,10 +263,9 @@ def fully_shard(
         axes, reshard_after_forward = MeshAxes(flat, shard_mesh_dim=0), axes.num_shards
     reshard = False if axes.shard_mesh_dim is None else _resolve_reshard(reshard_after_forward, axes.num_shards)
     ignored = ids_of_ignored(ignored_params, "fully_shard")
-    precision, offload = precision_from(mp_policy), offload_from(offload_policy)
-    preset = Preset(
-        axes, reshard, precision, offload, shard_placement_fn, ignored, False, compression, sync_module_states
-    )
+    policies = precision_from(mp_policy), offload_from(offload_policy)
+    preset = Preset(axes, reshard, *policies, shard_placement_fn, ignored, False, compression, sync_module_states)
+    # All arguments are checked by now: from here on the model changes.
     unit = _build(modules, preset, FSDPModule)
     if reshard is False and strategy in _KEEPING:
         for each in (unit, *unit.beside):
@@ -336,6 +316,7 @@ def _build(modules: list[nn.Module], preset: Preset, kind: type[FSDPModule]) -> 
             "leave gather=None: reduce compresses the gradients between replicas"
         )
     attachment = build_unit(modules, preset)
+    # Last, since a class is not to have methods for a unit that could not be made.
     for each in attachment.unit.modules:
         mix_in(each, kind, attachment)
     return attachment.unit
@@ -346,12 +327,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     It does nothing if ``module`` is not sharded.  Raises: ConfigError if it has no such method.
     """
-    attachment = attachment_of(module)
-    if attachment is None:
-        return
-    if not hasattr(module, method_name):
-        raise ConfigError(f"{type(module)} does not have a method {method_name}")
-    wrap_forward_method(module, attachment, method_name)
+    if (attachment := attachment_of(module)) is not None:
+        if not hasattr(module, method_name):
+            raise ConfigError(f"{type(module)} does not have a method {method_name}")
+        wrap_forward_method(module, attachment, method_name)
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
@@ -359,6 +338,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
     Raises: ConfigError if a module is not sharded.
     """
+    # Stages of a pipeline run in turn on one device: with a pool each, every stage would hold its own idle buffers.
     engines: list[Engine] = []
     for module in modules:
         attachment = attachment_of(cast(nn.Module, module))
@@ -461,9 +441,7 @@ def replicate(
     if parameters not in ("dtensor", "plain"):
         raise ConfigError(f"replicate(parameters={parameters!r}); expected 'dtensor' or 'plain'")
     if ddp.get("mixed_precision") is not None:
-        raise ConfigError(
-            "replicate() does not take DDP's mixed_precision: pass mp_policy and no argument of DistributedDataParallel"
-        )
+        raise ConfigError("replicate() does not take DDP's mixed_precision: pass mp_policy and no argument of DDP")
     modules = modules_in(module, "replicate")
     is_plain = parameters == "plain" or bool(ddp) or ignored_modules is not None
     axes = _replica_axes(mesh, dp_mesh_dims, ddp)
@@ -473,6 +451,7 @@ def replicate(
     # Buffers are broadcast before forwards; ``broadcast_buffers`` is the older name, None means the default.
     newer = ddp.get("forward_sync_buffers")
     shares_buffers = ddp.get("broadcast_buffers") is not False if newer is None else bool(newer)
+    # Before sharding, so that the forms of parameters that DDP's users already hold have the first rank's values.
     if is_plain and ddp.get("init_sync", True):
         found: list[torch.Tensor] = [param for each in modules for param in each.parameters()]
         if shares_buffers or newer is not None:
@@ -506,9 +485,8 @@ def _replica_axes(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, dd
 # ---- ``use_in``: make code that calls torch's FSDP2 by name call shardwise.
 
 # Classes need no replacement: shardwise accepts torch's policies and meshes, and modules are instances of its FSDPModule.
-_OURS: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (fully_shard, replicate, register_fsdp_forward_method, share_comm_ctx)
-}
+_APIS: tuple[Any, ...] = fully_shard, replicate, register_fsdp_forward_method, share_comm_ctx
+_OURS: dict[str, Callable[..., Any]] = {each.__name__: each for each in _APIS}
 _OLDER_PATHS = ("torch.distributed._composable.fsdp", "torch.distributed._composable.fsdp.fully_shard")
 _PLACES = ("torch.distributed.fsdp", "torch.distributed._composable.replicate_with_fsdp")
 
@@ -550,13 +528,9 @@ class use_in(contextlib.ExitStack):
             setattr(module, name, _OURS[before.__name__])
         # torch.distributed reads the state of modules by these names, and shards none.
         others = [(name, each) for name, each in [*sys.modules.items()] if not name.startswith("torch.distributed.")]
-        if left := [
-            name for name, each in others if torchs.intersection(map(id, [*getattr(each, "__dict__", {}).values()]))
-        ]:
-            logger.warning(
-                "%s imported torch's function before use_in was called and still use it: pass these modules to use_in, too",
-                ", ".join(left),
-            )
+        named = [(name, map(id, [*getattr(each, "__dict__", {}).values()])) for name, each in others]
+        if left := [name for name, ids in named if torchs.intersection(ids)]:
+            logger.warning("%s imported torch's function before use_in: pass these modules, too", ", ".join(left))
 
 
 def _at_older_paths(module: ModuleType) -> list[ModuleType]:

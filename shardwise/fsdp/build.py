@@ -1,4 +1,9 @@
-"""Make a unit of modules: find their parameters, shard them, hook the modules.  Deep copies of sharded modules."""
+"""Make a unit of modules: find their parameters, shard them, hook the modules.  Deep copies of sharded modules.
+
+``module.weight = shard(module.weight)`` would be two lines.  The others are for what users' models have: parameters that
+several modules share, that an outer or inner call owns, that lie over one memory, that optimizers and closures still hold.
+What cannot be sharded is refused before anything has changed, by name.  Source: FSDP2's ``FSDPParam`` (torch 2.13).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,8 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -41,6 +47,7 @@ from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, Off
 from shardwise.fsdp.roots import may_share_memory
 from shardwise.fsdp.settings import UnitSettings
 from shardwise.fsdp.unit import Unit
+from shardwise.fsdp.waiting_gradients import withdrawn
 from shardwise.layout import cut_of
 from shardwise.observe import note
 from shardwise.plan.schedule import UnitPolicy
@@ -48,7 +55,10 @@ from shardwise.plan.schedule import UnitPolicy
 # ---- Deep copies: a copied module gets its own units, with copies of the shards.
 
 
-def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any]) -> nn.Module:
+Memo = dict[Any, Any]
+
+
+def copy_module(module: nn.Module, attachment: Attachment, memo: Memo) -> nn.Module:
     """Return a deep copy of a sharded module, for ``copy.deepcopy``.
 
     The module is resharded first.  Gradients are not copied, since ``nn.Parameter`` does not copy them either; this includes
@@ -60,35 +70,30 @@ def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any])
     is_outermost = PENDING not in memo
     pending: list[tuple[Attachment, Attachment]] = memo.setdefault(PENDING, [])
     result = memo[id(module)] = object.__new__(type(module))
-    # torch copies the gradients of DTensors, unlike those of other parameters, so remove them meanwhile.
-    apart = [(each.sharded, each.sharded.grad) for owner in owners for each in owner.params]
-    for sharded, _ in apart:
-        sharded.grad = None
-    try:
+    with withdrawn(owner.earlier.waiting for owner in owners):
+        # torch copies the gradients of DTensors, unlike those of other parameters: their copies are said to be None.
+        memo.update({id(each.sharded.grad): None for owner in owners for each in owner.params})
         for key, value in module.__dict__.items():
             result.__dict__[key] = copy.deepcopy(value, memo)
-    finally:
-        for sharded, gradient in apart:
-            sharded.grad = gradient
     if is_outermost:
         # Only now all modules that may share a parameter are copied.
         del memo[PENDING]
         units = {old.unit: new.unit for old, new in pending}
-        owner_of = {id(torch_private.parameters_of(each)): each for each in result.modules()}
+        by_table = {id(torch_private.parameters_of(each)): each for each in result.modules()}
         for old, new in pending:
-            _complete(old, new, units, memo, owner_of)
+            _complete(old, new, units, memo, by_table)
     return result
 
 
 def _complete(
-    old: Attachment, new: Attachment, units: dict[Unit, Unit], memo: dict[Any, Any], owner_of: dict[int, nn.Module]
+    old: Attachment, new: Attachment, units: dict[Unit, Unit], memo: Memo, by_table: dict[int, nn.Module]
 ) -> None:
     source, unit = old.unit, new.unit
     modules = [memo[id(module)] for module in source.modules if id(module) in memo]
     beside = [Unit(modules, each.settings, each.policy) for each in source.beside]
     for mine, its in zip((unit, *beside), (source, *source.beside), strict=True):
         mine.adopt_modules(modules)
-        _copy_parameters(its, mine, memo, owner_of)
+        _copy_parameters(its, mine, memo, by_table)
         remember(mine)
     unit.take_beside(beside)
     if unit.settings.may_diverge:
@@ -104,19 +109,18 @@ def _complete(
             wrap_forward_method(module, new, name)
 
 
-def _copy_parameters(source: Unit, unit: Unit, memo: dict[Any, Any], owner_of: dict[int, nn.Module]) -> None:
+def _copy_parameters(source: Unit, unit: Unit, memo: Memo, by_table: dict[int, nn.Module]) -> None:
     params: list[ShardedParam] = []
     for param in source.params:
-        owners = [(owner_of.get(id(memo.get(id(at.parameters)))), at.name) for at in param.registrations]
+        owners = [(by_table.get(id(memo.get(id(at.parameters)))), at.name) for at in param.registrations]
         registrations = [Registration.of(owner, name) for owner, name in owners if owner is not None]
         sharded = registrations[0].parameters[registrations[0].name]
         assert sharded is not None
         attributes = copy.deepcopy(param.attributes, memo)
         if attributes is not vars(sharded):  # copies of plain parameters lack them
             torch_private.give_attributes(attributes, sharded)
-        copied = ShardedParam(
-            param.fqn, registrations, param.shard, param.spec, param.inner_spec, sharded, param.shard_shape
-        )
+        specs = param.spec, param.inner_spec
+        copied = ShardedParam(param.fqn, registrations, param.shard, *specs, sharded, param.shard_shape)
         copied.keeps_dtype, copied.beginning = param.keeps_dtype, param.beginning
         copied.module = weakref.ref(next(owner for owner, _ in owners if owner is not None))
         params.append(copied)
@@ -174,63 +178,75 @@ class _FoundParam:
     values: torch.Tensor | None = None
     memory: Extent | None = None
 
+    @property
+    def owner(self) -> ShardedParam | None:
+        """The parameter of another unit that it is; None if it is to be sharded."""
+        managed = manager_of(self.param)
+        return None if managed is None or managed.unit() is None else managed
+
 
 def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     """Shard the parameters of ``modules`` that no inner unit owns and hook the modules."""
-    # Checks come before the model changes, except those of placements: a model that is refused stays usable.
     for tell in on_new_units:
-        tell()
+        tell()  # optimizers are watched from the first unit on
     if accelerator_type() == "cpu":
         torch_private.draw_as_one_process(lambda: dist.is_initialized() and are_threads())  # threads have one generator
     note("init", "unit")  # a place at which tests inject faults (``testing/faults.py``)
-    store = default_store()
-    if store is not None:
+    if (store := default_store()) is not None:
         announce(store, dist.get_rank())
-    roots = _outermost(modules)
-    device = preset.axes.device
-    managed = _managed_modules(roots)
+    # Of modules that lie in each other the outer one alone is hooked: its forward runs the inner one's.
+    inner = {child for module in modules for child in module.modules() if child is not module}
+    roots = tuple(dict.fromkeys(module for module in modules if module not in inner))
+    device, managed = preset.axes.device, _managed_modules(roots)
+    # Checks come before the model changes, except those of placements: a model that is refused stays usable.
     refuse_wrappers(managed, preset.ignored)
     found = _find_parameters(managed, preset.ignored)
     _refuse_unfit(found)
     shared = None if preset.keeps_plain else _shared_memory(roots, found)
     if shared is not None and not preset.syncs:
         raise shared
-    _move_buffers(managed, device)
-    if preset.syncs:
+    for buffer in (buffer for _, module in managed for buffer in module.buffers(recurse=False)):
+        if buffer.device != device and not buffer.is_meta:
+            buffer.data = buffer.to(device)
+    if preset.syncs:  # the error of one rank is then raised on all
         sync_buffers(managed, preset.axes, shared)
     for item in found:
         _move_parameter(item, device)
-    reshard = True if preset.reshard_after_forward is None else preset.reshard_after_forward
     # Tied parameters that another unit owns stay there: this unit waits for that one, and reduces no gradient of them.
-    policy = UnitPolicy(reshard_after_forward=reshard)
-    unit = Unit(roots, _settings(preset.axes, preset, device), policy)
-    unit.take_beside(_make_units(unit, [item for item in found if not _register_tied(item, unit)], preset))
-    for each in (unit, *unit.beside):
+    tied = [(item, owner) for item in found if (owner := item.owner) is not None]
+    unit, *beside = _make_units(roots, [item for item in found if item.owner is None], preset)
+    unit.take_beside(beside)
+    for item, owner in tied:
+        unit.tie(owner, item.registrations)
+        for registration in item.registrations:
+            registration.put(owner.sharded)
+        for lending in {each for module in owner.unit().modules if (each := attachment_of(module)) is not None}:
+            Hooks(lending).reshard_for_state_dict(item.module)
+    for each in (unit, *beside):
         remember(each)
+    # The module owns its attachment, and that the unit; every reference back is weak, so that a deleted model is freed.
     attachment = Attachment(unit)
-    attachment.ignored = _ignored_in(managed, preset.ignored)
+    tables = [torch_private.parameters_of(module) for _, module in managed if preset.ignored]
+    attachment.ignored = tuple([(table, n) for table in tables for n, p in table.items() if id(p) in preset.ignored])
     for module in roots:
         module.__dict__[ATTACHMENT] = attachment
     Hooks(attachment).install()
     return attachment
 
 
-def _outermost(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
-    inner = {child for module in modules for child in module.modules() if child is not module}
-    return tuple(dict.fromkeys(module for module in modules if module not in inner))
-
-
 def _managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     """Return the modules below ``roots`` that no inner unit owns, in module order, with their paths."""
     managed: dict[nn.Module, str] = {}
-    todo = [("", root) for root in reversed(roots)]
-    while todo:
-        path, module = todo.pop()
+
+    def collect(path: str, module: nn.Module) -> None:
         is_inner = module not in roots and attachment_of(module) is not None
         if not (module in managed or is_inner or is_managed_by_torch(module)):
             managed[module] = path
-            children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
-            todo += reversed(children)
+            for name, child in module.named_children():
+                collect(f"{path}.{name}".lstrip("."), child)
+
+    for root in roots:
+        collect("", root)
     return [(path, module) for module, path in managed.items()]
 
 
@@ -245,19 +261,12 @@ def refuse_wrappers(managed: Iterable[tuple[str, nn.Module]], ignored: frozenset
             )
 
 
-def _ignored_in(
-    managed: Iterable[tuple[str, nn.Module]], ignored: frozenset[int]
-) -> tuple[tuple[dict[str, nn.Parameter | None], str], ...]:
-    tables = [torch_private.parameters_of(module) for _, module in managed] if ignored else []
-    return tuple((table, name) for table in tables for name, param in table.items() if id(param) in ignored)
-
-
 def _find_parameters(managed: Iterable[tuple[str, nn.Module]], ignored: frozenset[int]) -> list[_FoundParam]:
     found: dict[int, _FoundParam] = {}
     for path, module in managed:
         for name, param in torch_private.parameters_of(module).items():
             if param is not None and id(param) not in ignored:
-                item = _FoundParam(param, f"{path}.{name}" if path else name, module)
+                item = _FoundParam(param, f"{path}.{name}".lstrip("."), module)
                 found.setdefault(id(param), item).registrations.append(Registration.of(module, name))
     return list(found.values())
 
@@ -275,14 +284,13 @@ def _refuse_unfit(found: Iterable[_FoundParam]) -> None:
                 f"{item.fqn} belongs to a module of torch.jit.script or trace, whose parameters cannot be replaced. Shard the "
                 "plain module (and compile it with torch.compile), or name its parameters in ignored_params"
             )
+    # By its place, since user code may have replaced the parameter of an outer unit meanwhile (``to_empty``).
     managed = [item for item in found if isinstance(item.param, DTensor) or manager_of(item.param) is not None]
     places = managed_by_registration() if managed else {}
     for item in managed:
         at = item.registrations[0]
         if (id(at.parameters), at.name) in places:
-            raise StateError(
-                f"{item.fqn} belongs to the unit of an outer module. Shard inner modules before outer ones"
-            )
+            raise StateError(f"{item.fqn} belongs to the unit of an outer module. Shard inner modules before it")
 
 
 def _shared_memory(roots: Sequence[nn.Module], found: Sequence[_FoundParam]) -> ConfigError | None:
@@ -291,34 +299,29 @@ def _shared_memory(roots: Sequence[nn.Module], found: Sequence[_FoundParam]) -> 
     To tie them would be another model: an optimizer of one process updates such a memory once for each of the two.
     """
     prefixes = ["model"] if len(roots) == 1 else [f"modules[{index}]" for index in range(len(roots))]
-    prefixed = [pair for root, name in zip(roots, prefixes, strict=True) for pair in root.named_modules(prefix=name)]
-    units = [unit for _, module in prefixed if (each := attachment_of(module)) is not None for unit in each.units]
-    tensors: list[tuple[int, str, Extent]] = []  # the table of the module that has it, its name there, its memory
-    for param in dict.fromkeys(param for unit in units for param in unit.params):
-        if param.memory is not None:
-            tensors.append((id(param.registrations[0].parameters), param.registrations[0].name, param.memory))
     for item in found:
         if manager_of(item.param) is None:
             item.memory = Extent.of(torch_private.local_of(item.param), item.param.requires_grad)
-            if item.memory is not None:
-                tensors.append((id(item.registrations[0].parameters), item.registrations[0].name, item.memory))
-    num_sharded, known = len(tensors), {id(item.param) for item in found}
-    paths: dict[int, str] = {}
-    for path, module in prefixed:
-        for table in (torch_private.parameters_of(module), torch_private.buffers_of(module)):
-            paths[id(table)] = path
-            for name, tensor in table.items():
-                if tensor is not None and id(tensor) not in known:
-                    memory = Extent.of(tensor, tensor.requires_grad)
-                    tensors += [(id(table), name, memory)] if memory is not None else []
-    shared = find_shared([memory for _, _, memory in tensors], num_sharded)
+    known = {id(item.param): item.memory for item in found}
+    sharded: dict[int, tuple[str, Extent]] = {}  # by id: a tied parameter has its memory once
+    others: dict[int, tuple[str, Extent]] = {}
+    for prefix, root in zip(prefixes, roots, strict=True):
+        for path, module in root.named_modules(prefix=prefix):
+            for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                owner = manager_of(cast(Any, tensor))
+                # What a later call must not share is where a parameter was before it was sharded.
+                own = known.get(id(tensor)) or Extent.of(tensor, tensor.requires_grad)
+                memory = own if owner is None else owner.memory
+                if memory is not None:
+                    tensors_of = others if owner is None and id(tensor) not in known else sharded
+                    tensors_of[id(owner or tensor)] = f"{path}.{name}", memory
+    tensors = [*sharded.values(), *others.values()]
+    shared = find_shared([memory for _, memory in tensors], len(sharded))
     if shared is None:
         return None
-    (table, name, memory), (other_table, other_name, other) = (tensors[index] for index in shared)
-    first = f"{paths.get(table, prefixes[0])}.{name}"
-    second = f"{paths.get(other_table, prefixes[0])}.{other_name}"
+    (first, memory), (second, other) = (tensors[index] for index in shared)
     advice = "Give one of them memory of its own first (clone()), or compute it from the other in forward"
-    if shared[1] < num_sharded and memory.is_same_view(other):
+    if shared[1] < len(sharded) and memory.is_same_view(other):
         advice = f"Write {second} = {first} first, which ties them"
     return ConfigError(
         f"{first} and {second} share memory but are two tensors: in one process a step changes both, but shards are copies, so "
@@ -326,21 +329,10 @@ def _shared_memory(roots: Sequence[nn.Module], found: Sequence[_FoundParam]) -> 
     )
 
 
-def _move_buffers(managed: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
-    for buffer in (buffer for _, module in managed for buffer in module.buffers(recurse=False)):
-        if buffer.device != device and not buffer.is_meta:
-            buffer.data = buffer.to(device)
-
-
 def _move_parameter(item: _FoundParam, device: torch.device) -> None:
     param = item.param
-    if param.device == device or param.is_meta:
-        return
-    if isinstance(param, DTensor):
-        raise ConfigError(
-            f"Requires DTensor to have mesh of the same type as the FSDP mesh but got {param.device_mesh.device_type} "
-            f"for DTensor '{item.fqn}' and {device.type} for FSDP"
-        )
+    if param.device == device or param.is_meta or isinstance(param, DTensor):
+        return  # a DTensor on another kind of device is refused with its placements
     moved = param.to(device)
     if type(param.data) is torch.Tensor:
         param.data = moved
@@ -349,62 +341,40 @@ def _move_parameter(item: _FoundParam, device: torch.device) -> None:
         _hand_on(param, item.param)
 
 
-def _register_tied(item: _FoundParam, unit: Unit) -> bool:
-    """If another unit owns the parameter of ``item``, register that at the places of ``item``; return False if none does."""
-    tied = manager_of(item.param)
-    owner = None if tied is None else tied.unit()
-    if tied is None or owner is None:
-        return False
-    unit.tie(tied, item.registrations)
-    for registration in item.registrations:
-        registration.put(tied.sharded)
-    for lending in {each for module in owner.modules if (each := attachment_of(module)) is not None}:
-        Hooks(lending).reshard_for_state_dict(item.module)
-    return True
-
-
-def _settings(axes: MeshAxes, preset: Preset, device: torch.device) -> UnitSettings:
-    settings = UnitSettings(axes, preset.precision, ParamStorage(device, preset.offload), preset.keeps_plain)
-    settings.keeps_for_backward = preset.reshard_after_forward is None
-    if preset.compression is not None:
-        settings.compression = Compression(preset.compression)
-    return settings
-
-
-def _make_units(unit: Unit, found: list[_FoundParam], preset: Preset) -> tuple[Unit, ...]:
-    """Shard what was ``found``, and let ``unit`` own the parameters of the first mesh; return the units of the other meshes."""
+def _make_units(roots: Sequence[nn.Module], found: Sequence[_FoundParam], preset: Preset) -> list[Unit]:
+    """Shard what was ``found``; return the units that own it, one per mesh, or one without parameters."""
+    # One collective per mesh: parameters on another mesh (``shard_placement_fn``) cannot travel with the rest.
     by_mesh: dict[MeshAxes, list[tuple[_FoundParam, Shard | None]]] = {}
     for item in found:
         axes, shard = _resolve_placement(item, preset)
         axes = next((each for each in by_mesh if each.groups == axes.groups), axes)
         by_mesh.setdefault(axes, []).append((item, shard))
-    device, units = unit.settings.storage.device, list[Unit]()
-    for axes, items in by_mesh.items():
-        if preset.syncs:
+    units, reshard = list[Unit](), preset.reshard_after_forward
+    for axes, items in (by_mesh or {preset.axes: []}).items():
+        if items and preset.syncs:
             values = values_of_first([(item.fqn, torch_private.local_of(item.param)) for item, _ in items], axes)
             for (item, _), value in zip(items, values, strict=True):
                 item.values = value
         params = [_shard_parameter(item, axes, shard, preset) for item, shard in items]
         refuse_gradients(params)
-        each = Unit(unit.modules, _settings(axes, preset, device), unit.policy) if units else unit
-        units.append(each)
-        each.settings.axes, size = axes, preset.reshard_after_forward
-        if isinstance(size, int) and not isinstance(size, bool):
-            each.settings.sub_axes = smaller_axes(axes, size)
-        each.own(params)
-        each.settings.storage = replace(each.settings.storage, is_shared=may_share_memory(each))
-        each.ensure_packed()
-    if not units:
+        storage = ParamStorage(preset.axes.device, preset.offload)
+        settings = UnitSettings(axes, preset.precision, storage, preset.keeps_plain)
+        settings.keeps_for_backward = reshard is None
+        settings.compression = None if preset.compression is None else Compression(preset.compression)
+        if items and type(reshard) is int:  # a bool is an int, too
+            settings.sub_axes = smaller_axes(axes, reshard)
+        unit = Unit(roots, settings, UnitPolicy(reshard_after_forward=True if reshard is None else reshard), params)
+        # Now that it is known how the shards travel: peers on this host may read them where they lie.
+        settings.storage = replace(storage, is_shared=may_share_memory(unit))
         unit.ensure_packed()
-    return tuple(units[1:])
+        units.append(unit)
+    return units
 
 
 def _resolve_placement(item: _FoundParam, preset: Preset) -> tuple[MeshAxes, Shard | None]:
     """Return the mesh and the shard dim of a parameter."""
     wanted: object = preset.placement_fn(item.param) if preset.placement_fn is not None else None
-    if wanted is None:
-        return preset.axes, None
-    if isinstance(wanted, Shard):
+    if wanted is None or isinstance(wanted, Shard):
         return preset.axes, wanted
     # The result may be shardwise's or torch's class, so read its attributes.
     info, placement = getattr(wanted, "mesh_info", None), getattr(wanted, "placement", None)
@@ -423,17 +393,13 @@ def _hand_on(source: nn.Parameter, target: nn.Parameter) -> None:
     torch_private.give_attributes(dict(torch_private.attributes_of(source)), target)
 
 
-def _refusal(param: weakref.ref[ShardedParam]) -> Callable[[torch.Tensor], None]:
-    """Return the gradient hook of the parameter that ``param`` was made from."""
-
-    def refuse(_: torch.Tensor) -> None:
-        if (sharded := param()) is not None:
-            raise StateError(
-                f"forward has used {sharded.fqn} as it was before it was sharded, which an optimizer on the sharded model "
-                "does not step. A list, a closure or functools.partial still has it: read it from its module in forward"
-            )
-
-    return refuse
+def _refuse(param: weakref.ref[ShardedParam], _: torch.Tensor) -> None:
+    """Raise StateError, as the gradient hook of the parameter that ``param`` was made from."""
+    if (sharded := param()) is not None:
+        raise StateError(
+            f"forward has used {sharded.fqn} as it was before it was sharded, which an optimizer on the sharded model does "
+            "not step. A list, a closure or functools.partial still has it: read it from its module in forward"
+        )
 
 
 def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, preset: Preset) -> ShardedParam:
@@ -441,9 +407,8 @@ def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, pre
     inner_spec = torch_private.spec_of(item.param) if isinstance(item.param, DTensor) else None
     whole = torch_private.local_of(item.param).detach() if item.values is None else item.values
     cut = cut_of(tuple(whole.shape), dim, axes.num_shards)
-    shape = cut.shard_shape(axes.shard_rank)
     if preset.keeps_plain:
-        sharded = item.param
+        sharded = item.param  # DDP's users have it in optimizers already, so it stays the same object
     else:
         with torch.no_grad():
             local = cut_shard(whole, cut, axes.shard_rank)
@@ -451,16 +416,18 @@ def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, pre
                 local = local.cpu()
             sharded = torch_private.parameter_from_local(local, spec, item.param.requires_grad)
         _hand_on(item.param, sharded)
-    result = ShardedParam(item.fqn, item.registrations, cut, spec, inner_spec, sharded, shape)
-    result.memory = item.memory
-    result.module = weakref.ref(item.module)
+    result = ShardedParam(
+        item.fqn, item.registrations, cut, spec, inner_spec, sharded, cut.shard_shape(axes.shard_rank)
+    )
+    result.memory, result.module = item.memory, weakref.ref(item.module)
     result.keeps_dtype = keeps_dtype(preset.precision, item.param, item.fqn)
     result.register(sharded)
     if not preset.keeps_plain:
+        # User code may tie or use the parameter that it had before: the first is followed, the second refused by name.
         result.manage(item.param)
         result.original = weakref.ref(item.param)
         if item.param.requires_grad:
-            item.param.register_hook(_refusal(weakref.ref(result)))
+            item.param.register_hook(partial(_refuse, weakref.ref(result)))
         if axes.num_shards > 1:
             result.beginning = beginning_of(whole, result.local)
     return result

@@ -1,4 +1,9 @@
-"""Clip gradients on different meshes, or on none, by their total norm."""
+"""Clip gradients on different meshes, or on none, by their total norm.
+
+``torch.nn.utils.clip_grad_norm_`` adds the norms of DTensors by DTensor's own reductions: one per mesh, and an error for
+several. Here each rank adds what it has, divided by the number of ranks that have the same, and one all-reduce adds the rest;
+so copies have to be equal, which the same all-reduce checks.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate
+from torch.distributed.tensor import DeviceMesh, DTensor
 
 from shardwise import torch_private
 from shardwise.collectives.owned import sum_of
@@ -27,6 +32,7 @@ def shards_of(params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def _shards_of_full() -> dict[int, ShardedParam]:
+    # Most steps clip when every unit is sharded, and this is empty.
     units = [unit for engine in live_engines for unit in engine.units if unit.has_copies]
     return {id(form): p for unit in units for p in unit.params for form in (p.full, p.registered_form)}
 
@@ -97,6 +103,7 @@ class Limit:
 
     def power(self, tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
         """Return the ``norm_type``-th power of the norm of all ``tensors``, or their maximum; 0-dim, float64 if possible."""
+        # Squares of many elements are added: in float32 a sum over billions would lose the small ones.
         wide = torch.float32 if device.type == "mps" else torch.float64
         total = torch.zeros((), device=device, dtype=wide)
         alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -116,8 +123,7 @@ class Limit:
 
     def hold(self, power: torch.Tensor, tensors: Sequence[torch.Tensor], dtypes: Iterable[torch.dtype]) -> torch.Tensor:
         """Scale ``tensors`` in place to the limit; return their norm before, :meth:`norm` of ``power``."""
-        norm = self.norm(power, dtypes)
-        self.scale(tensors, norm)
+        self.scale(tensors, norm := self.norm(power, dtypes))
         return norm
 
     def norm(self, power: torch.Tensor, dtypes: Iterable[torch.dtype]) -> torch.Tensor:
@@ -193,13 +199,11 @@ def part_of(gradient: torch.Tensor) -> Part:
     """Return this rank's part of a plain gradient or a DTensor.  Raises: ConfigError for partial sums."""
     if not isinstance(gradient, DTensor):
         return Part(gradient.detach())
-    if any(isinstance(placement, Partial) for placement in gradient.placements):
-        raise ConfigError(
-            f"a gradient has placements {gradient.placements}: redistribute it to Replicate or Shard first"
-        )
+    if any(each.is_partial() for each in gradient.placements):
+        raise ConfigError(f"a gradient has placements {gradient.placements}: redistribute to Replicate or Shard")
     mesh = gradient.device_mesh
-    sizes = [mesh.size(i) for i, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)]
-    return Part(torch_private.local_of(gradient).detach(), mesh, math.prod(sizes))
+    num_shards = math.prod(mesh.size(i) for i, each in enumerate(gradient.placements) if not each.is_replicate())
+    return Part(torch_private.local_of(gradient).detach(), mesh, num_shards)
 
 
 def _power_over_ranks(parts: Sequence[Part], limit: Limit, device: torch.device) -> torch.Tensor:
@@ -254,6 +258,7 @@ def _groups(places: list[DeviceMesh | dist.ProcessGroup]) -> list[dist.ProcessGr
     world = dist.group.WORLD
     group_ranks = dist.get_process_group_ranks
     ranks = {at: at.mesh.flatten().tolist() if isinstance(at, DeviceMesh) else group_ranks(at) for at in places}
+    # One group that spans all parts needs one all-reduce; meshes side by side have none but the job's.
     together = set[int]().union(*ranks.values())
     assert world is not None
     if len(together) == world.size():
@@ -261,9 +266,7 @@ def _groups(places: list[DeviceMesh | dist.ProcessGroup]) -> list[dist.ProcessGr
     largest = max(places, key=lambda place: len(ranks[place]))
     if not together <= {*ranks[largest]}:
         shapes = [tuple(place.shape) if isinstance(place, DeviceMesh) else (place.size(),) for place in places]
-        raise ConfigError(
-            f"gradients lie on meshes {shapes}, of which none contains the others; clip those of each mesh separately"
-        )
+        raise ConfigError(f"gradients lie on meshes {shapes}, of which none contains the others; clip each mesh's")
     return _groups_of(largest)
 
 

@@ -1,4 +1,8 @@
-"""The communication context of an engine: streams, buffer pool and links."""
+"""The communication context of an engine: streams, buffer pool and links.
+
+All units of an engine share one, so that a buffer that one unit has freed serves the next, and collectives of one kind run in
+one order.  Stages of a pipeline share it across engines (``share_comm_ctx``).  Source: FSDP2's ``FSDPCommContext``.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +49,7 @@ class CommContext:
         links: the sources of links, by name of their process group.
     """
 
+    # Written by the thread that runs forwards and setters; autograd's threads read them in a pass, in which nothing writes.
     device: torch.device
     streams: CommStreams
     pool: BufferPool

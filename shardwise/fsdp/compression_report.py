@@ -1,4 +1,8 @@
-"""Reports of compression (errors, bytes saved), and the residuals of error feedback for checkpoints."""
+"""Reports of compression (errors, bytes saved), and the residuals of error feedback for checkpoints.
+
+A rank's residual is what compression has left out of the gradients that it sent.  To save each rank's own would tie a
+checkpoint to the number of ranks.  Source of error feedback: 1-bit SGD (Seide et al., 2014).
+"""
 
 from __future__ import annotations
 
@@ -59,15 +63,14 @@ _Coded = tuple[str, Unit, Compression]
 
 def report_of(model: nn.Module) -> tuple[UnitCompression, ...]:
     """Return the report of each unit of ``model`` with compression, on this rank; it synchronizes with an accelerator."""
-    found: list[UnitCompression] = []
-    for path, unit, compression in _compressed(model):
-        for meter in (compression.gathers, compression.reductions):
-            meter.warn(unit.params)
-        found.append(UnitCompression(path, _traffic(compression.gathers), _traffic(compression.reductions)))
-    return tuple(found)
+    coded = _compressed(model)
+    return tuple(
+        UnitCompression(path, _traffic(c.gathers, unit), _traffic(c.reductions, unit)) for path, unit, c in coded
+    )
 
 
-def _traffic(meter: Meter) -> CodedTraffic:
+def _traffic(meter: Meter, unit: Unit) -> CodedTraffic:
+    meter.warn(unit.params)
     last, worst = (0.0 if each is None else float(each.item()) for each in (meter.last, meter.worst))
     return CodedTraffic(meter.num_calls, last, worst, meter.sent_bytes, meter.plain_bytes)
 
@@ -99,9 +102,11 @@ class CompressionState:
         """
         found: dict[str, torch.Tensor] = {}
         for param, (name, unit, compression) in self._with_feedback():
-            rows = _rows(unit, compression, param)
-            is_summed = unit.settings.axes.num_replicas > 1
-            of = _group_of(unit)
+            rows, axes = _rows(unit, compression, param), unit.settings.axes
+            is_summed = (
+                axes.num_replicas > 1
+            )  # replicas have a residual each; without, a rank has one for each rank's section
+            of = axes.mesh.get_group(axes.replicate_mesh_dim if is_summed else axes.shard_mesh_dim)
             total = sum_of(rows[0].clone(), of, is_max=False) if is_summed else sum_at_owners(rows, of)
             _place(unit, compression, param, total)
             found[name] = as_gradient(param, total[: param.local.numel()].view(param.local.shape).clone())
@@ -115,9 +120,7 @@ class CompressionState:
         for param, (name, unit, compression) in self._with_feedback():
             value = state_dict.get(name)
             if value is None:
-                raise StateError(
-                    f"compression state: no residual of {name}; load a state of this model, or none: residuals start at zero"
-                )
+                raise StateError(f"compression state: no residual of {name}; load this model's, or none (zeros)")
             local, shape = torch_private.local_of(value).detach(), tuple(param.local.shape)
             if tuple(local.shape) == param.shard.shape != shape:
                 local = cut_shard(local, param.shard, unit.settings.axes.shard_rank)
@@ -126,8 +129,8 @@ class CompressionState:
                     f"compression state: the residual of {name} has shape {tuple(local.shape)} on this rank, expected "
                     f"{shape}, or the whole {param.shard.shape}"
                 )
-            total = torch.zeros(param.shard.section_numel, dtype=torch.float32, device=unit.settings.storage.device)
-            total[: local.numel()].copy_(local.reshape(-1))
+            total = local.reshape(-1).to(unit.settings.storage.device, torch.float32)
+            total = nn.functional.pad(total, (0, param.shard.section_numel - local.numel()))
             _place(unit, compression, param, total)
 
     def _with_feedback(self) -> Iterator[tuple[ShardedParam, _Coded]]:
@@ -141,25 +144,15 @@ class CompressionState:
                     yield param, (name, unit, compression)
 
 
-def _group_of(unit: Unit) -> torch.distributed.ProcessGroup:
-    axes = unit.settings.axes
-    dim = axes.replicate_mesh_dim if axes.num_replicas > 1 else axes.shard_mesh_dim
-    assert dim is not None
-    return axes.mesh.get_group(dim)
-
-
 def _rows(unit: Unit, compression: Compression, param: ShardedParam) -> torch.Tensor:
-    residual = compression.residuals.get(param)
-    num_rows = 1 if unit.settings.axes.num_replicas > 1 else unit.settings.axes.num_shards
-    if residual is not None:
-        return residual
-    return torch.zeros(num_rows, param.shard.section_numel, dtype=torch.float32, device=unit.settings.storage.device)
+    axes, device = unit.settings.axes, unit.settings.storage.device
+    shape = 1 if axes.num_replicas > 1 else axes.num_shards, param.shard.section_numel
+    return compression.residuals.get(param, torch.zeros(shape, dtype=torch.float32, device=device))
 
 
 def _place(unit: Unit, compression: Compression, param: ShardedParam, total: torch.Tensor) -> None:
     """Set this rank's residuals so that their sum over ranks is ``total``, the residual of this rank's section."""
-    axes = unit.settings.axes
-    rows = torch.zeros_like(_rows(unit, compression, param))
+    axes, rows = unit.settings.axes, torch.zeros_like(_rows(unit, compression, param))
     if axes.num_replicas > 1:
         assert axes.replicate_mesh_dim is not None
         rows[0] = own_part(total, axes.mesh.get_local_rank(axes.replicate_mesh_dim), axes.num_replicas)

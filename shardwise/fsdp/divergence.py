@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Container, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,19 +30,17 @@ from shardwise.collectives.routes import Handle, PassKind
 from shardwise.consistency.process_groups import largest_words
 from shardwise.errors import StateError, TransportError
 from shardwise.formatting import format_ranks
-from shardwise.fsdp.comm_context import CommContext
-from shardwise.fsdp.execution_order import ExecOrderTracker
 from shardwise.fsdp.full_buffer import FullBuffer
 from shardwise.fsdp.local_gradients import Gradients, add_gradients
 from shardwise.fsdp.param import ShardedParam
-from shardwise.fsdp.reductions import Reductions
 from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.waiting_gradients import waits_for_sync
 from shardwise.observe import Op, listeners
-from shardwise.plan.schedule import StepPlan
 
 # ---- Serving other ranks.
 
+Ids = Container[int] | None
+_END = -(1 << 40)  # after the last collective of a schedule
 _MOST_GIVEN = 2  # gathers for the others alone whose buffers are allocated at once
 _BEGIN, _WITHIN = 1, 2  # what ranks speak about
 # The places of words in the vector that ranks exchange; the largest word of all ranks counts.
@@ -50,27 +48,11 @@ _COUNT, _LESS_COUNT, _ABOUT, _LESS_ABOUT, _FORWARD, _BACKWARD, _SYNCS, _SYNCS_RE
 _NUM_FLAGS = 9
 
 
-class Passes(Protocol):
-    """The parts of an engine that ranks which take different ways need."""
-
-    exec_order: ExecOrderTracker
-    reductions: Reductions
-    comm_ctx: CommContext
-
-    def serve_pass(self, kind: PassKind) -> None:
-        """Take part in a pass that only other ranks run; call :meth:`Divergence.enter` and :meth:`Divergence.end`."""
-        ...
-
-    def reset(self) -> None:
-        """Clean up after a failure; call :meth:`Divergence.abort`."""
-        ...
-
-
 class Divergence:
     """The part of an engine that lets ranks take different ways.
 
     Args:
-        engine: it owns this object.
+        engine: it owns this object; its file imports this one.
         group: a gloo group of all ranks of the engine.
 
     Attributes:
@@ -79,20 +61,20 @@ class Divergence:
         divides_by_all: gradients are averaged over all ranks, not only over those that are still in a ``Join``.
     """
 
-    def __init__(self, engine: Passes, group: dist.ProcessGroup) -> None:
+    def __init__(self, engine: Any, group: dist.ProcessGroup) -> None:
         self._engine = engine = weakref.proxy(engine)
         self.group = group
         self._units: Sequence[Unit] = engine.exec_order.units
         params = [param for unit in self._units for param in unit.params]
         self._places = {param: place for place, param in enumerate(params)}
-        self.is_open = False
+        self.is_open = self._syncs = False
         self.joined: weakref.ref[nn.Module] | None = None
         self.divides_by_all = True
         self._count = 0
         self._kind: PassKind = "forward"
-        self._syncs = False
         # The schedule of the running pass, see SharedSchedule in fsdp/unit.py; units move the cursor without a call.
-        self.gathers, self._sums, self.cursor = [-1], [-1], 0
+        # A number is the gather of that unit, its complement (negative) is the reduction.
+        self.gathers, self.cursor = [_END], 0
         self._late: dict[Unit, Gradients] = {}
         self._used: set[ShardedParam] = set()
         # Gathers that this rank has launched for the others alone, and the buffers for what it receives.
@@ -111,15 +93,14 @@ class Divergence:
         mine[_WAITS] = waiting
         try:
             largest_words(mine, self.group)
+            said: list[int] = mine.tolist()
+            if said[_COUNT] != -said[_LESS_COUNT] or said[_ABOUT] != -said[_LESS_ABOUT]:
+                raise TransportError(f"a rank has left a {self._kind} that others still run; see its error")
         except RuntimeError as error:
             raise self._engine.exec_order.explain(error, f"the other ranks in a {self._kind}") from error
-        said: list[int] = mine.tolist()
-        if said[_COUNT] != -said[_LESS_COUNT] or said[_ABOUT] != -said[_LESS_ABOUT]:
-            error = TransportError(f"a rank has left a {self._kind} that others still run; see the error of that rank")
-            raise self._engine.exec_order.explain(error, f"the other ranks in a {self._kind}")
         return said
 
-    def begin(self, wanted: PassKind | None, changed: Container[int] | None = None) -> None:
+    def begin(self, wanted: PassKind | None, changed: Ids = None) -> None:
         """Return when no rank begins anything that comes before ``wanted``; serve what does.
 
         Args:
@@ -128,9 +109,7 @@ class Divergence:
         Raises: StateError inside of a pass, and for a step or clip in a ``Join`` that a rank has left.
         """
         if self.is_open:
-            raise StateError(
-                f"a {wanted or 'step of an optimizer'} began inside of a {self._kind}: run it before or after"
-            )
+            raise StateError(f"a {wanted or 'step of an optimizer'} began inside of a {self._kind}: run it before that")
         while True:
             if self.joined is not None:
                 Join.notify_join_context(cast(Any, self.joined()))
@@ -138,13 +117,6 @@ class Divergence:
             if kind is None or kind == wanted:
                 return
             self._engine.serve_pass(kind)
-
-    def _place_of_waiting(self, changed: Container[int] | None) -> int:
-        """Return 1 + the place of a parameter, one of ``changed``, whose gradients wait on this rank; else 0."""
-        shown = [(param, mark) for unit in self._units for param, mark in unit.earlier.waiting.items()]
-        waiting = [param for param, mark in shown if param.sharded.grad is mark]
-        found = [1 + self._places[each] for each in waiting if changed is None or id(each.sharded) in changed]
-        return max(found, default=0)
 
     def leave_join(self) -> None:
         """End a ``Join``: all ranks have left its body."""
@@ -154,21 +126,21 @@ class Divergence:
 
     def serve_one(self) -> None:
         """Serve the next pass of the other ranks; this rank begins none (``Join``)."""
-        kind = self._begin_next(None, False)
-        if kind is not None:
+        if (kind := self._begin_next(None, False)) is not None:
             self._engine.serve_pass(kind)
 
-    def _begin_next(
-        self, wanted: PassKind | None, is_active: bool, changed: Container[int] | None = None
-    ) -> PassKind | None:
-        flags: list[int] = []
-        if wanted is not None:
-            flags.append(_BACKWARD if wanted == "backward" else _FORWARD)
+    def _begin_next(self, wanted: PassKind | None, is_active: bool, changed: Ids = None) -> PassKind | None:
+        flags = [_FORWARD] if wanted == "forward" else []
         if wanted == "backward":
             syncing = [unit.policy for unit in self._units if unit.policy.sync]
-            flags += [_SYNCS] * bool(syncing) + [_SYNCS_REPLICAS] * any(each.syncs_replicas for each in syncing)
+            flags = [_BACKWARD, *[_SYNCS] * bool(syncing), *[_SYNCS_REPLICAS] * any(e.syncs_replicas for e in syncing)]
         places = [_NUM_FLAGS + self.group.rank()] if is_active else []
-        said = self._exchange(_BEGIN, flags, places, self._place_of_waiting(changed))
+        # 1 + the place of a parameter, one of ``changed``, whose gradients wait on this rank; else 0.
+        shown = [(param, mark) for unit in self._units for param, mark in unit.earlier.waiting.items()]
+        waiting = [param for param, mark in shown if param.sharded.grad is mark]
+        named = [1 + self._places[each] for each in waiting if changed is None or id(each.sharded) in changed]
+        said = self._exchange(_BEGIN, flags, places, max(named, default=0))
+        # Each exchange says its number and its kind: a rank that has left a pass by an error would else be taken for one in it.
         self._count += 1
         self._syncs, self._engine.reductions.syncs_replicas = bool(said[_SYNCS]), bool(said[_SYNCS_REPLICAS])
         active = said[_NUM_FLAGS : _NUM_FLAGS + self.group.size()]
@@ -195,22 +167,18 @@ class Divergence:
             for unit in self._units:
                 is_read = unit.memory.is_read_by_peers(links)  # without help of this rank
                 unit.engine_side.schedule = None if is_read else weakref.proxy(self)
-        gathers, sums = self._calls_of(kind, plan)
-        self.gathers, self._sums, self.cursor = [*gathers, -1], [*sums, -1], 0
+        units, begin = {unit.name: unit for unit in self._units}, plan.starts[len(plan.order.forward)]
+        self.gathers, self.cursor = [], 0
+        for call in plan.calls[:begin] if kind == "forward" else plan.calls[begin:]:
+            unit = units[call.unit]
+            if call.op is Op.UNSHARD and unit.engine_side.schedule is not None:
+                self.gathers.append(unit.number)
+            elif call.op is Op.REDUCE and self._syncs:
+                self.gathers.append(~unit.number)
+        self.gathers.append(_END)
         self._used.clear()
         self._late.clear()
         self.is_open = True
-
-    def _calls_of(self, kind: PassKind, plan: StepPlan) -> tuple[list[int], list[int]]:
-        units = {unit.name: unit for unit in self._units}
-        begin = plan.starts[len(plan.order.forward)]
-        calls = plan.calls[:begin] if kind == "forward" else plan.calls[begin:]
-        gathers, sums = list[int](), list[int]()
-        for op, unit in [(call.op, units[call.unit]) for call in calls]:
-            if (op is Op.REDUCE and self._syncs) or (op is Op.UNSHARD and unit.engine_side.schedule is not None):
-                gathers.append(unit.number if op is Op.UNSHARD else -1)
-                sums.append(unit.number if op is Op.REDUCE else -1)
-        return gathers, sums
 
     def reach_gather(self, unit: Unit) -> None:
         """Launch for the others what comes before the gather of ``unit``, which the caller launches next."""
@@ -228,13 +196,14 @@ class Divergence:
         reductions = self._engine.reductions
         if unit in self._late:
             gradients.update(add_gradients(self._late.pop(unit), gradients))
-        if self._sums[self.cursor] != unit.number:
-            if unit.number not in self._sums[self.cursor :]:
+        if self.gathers[self.cursor] != ~unit.number:  # ranks that take the same way pay for one comparison
+            if ~unit.number not in self.gathers[self.cursor :]:
                 self._late[unit] = gradients
                 return
-            self._serve_until(self._sums.index(unit.number, self.cursor))
+            self._serve_until(self.gathers.index(~unit.number, self.cursor))
         self.cursor += 1
         launched = frozenset[ShardedParam]() if reductions.open_launch is None else reductions.open_launch.params
+        # What this rank has a gradient for; at the end of the pass ranks exchange it, since zeros are sent for the rest.
         self._used.update(gradients, unit.earlier.held, unit.earlier.partial, launched)
         unit.add_zeros(gradients, launched)
         reductions.launch(unit, gradients)
@@ -252,7 +221,7 @@ class Divergence:
                 self._serve_until(num_calls - 1)
                 said = self._round([])
         except BaseException:
-            self._engine.reset()
+            self._engine.reset()  # an exception here leaves no pass that the next exchange could go on with
             raise
         self._drop_given(0)
         self.is_open = False
@@ -278,8 +247,7 @@ class Divergence:
         places += [last + self._places[param] for param in self._used]
         said = self._exchange(_WITHIN, [], places)
         gathers, sums = ([number for number in range(num) if said[begin + number]] for begin in (first, second))
-        self.gathers[-1:] = [*gathers, *[-1] * len(sums), -1]
-        self._sums[-1:] = [*[-1] * len(gathers), *sums, -1]
+        self.gathers[-1:] = [*gathers, *[~number for number in sums], _END]
         return said
 
     def _serve_until(self, end: int) -> None:
@@ -293,7 +261,7 @@ class Divergence:
             self.cursor += 1
             self._give(self._units[number])
         else:
-            self.launch(self._units[self._sums[self.cursor]], {})
+            self.launch(self._units[~number], {})
 
     def _give(self, unit: Unit) -> None:
         streams = self._engine.comm_ctx.streams
@@ -308,6 +276,7 @@ class Divergence:
 
     def _drop_given(self, most: int) -> None:
         while len(self._given) > most:
+            # The oldest first: ranks launch in one order, so its peers have launched it, too.
             handle, buffers = self._given.popleft()
             handle.cancel()
             for buffer in buffers:
@@ -318,26 +287,21 @@ class ServeHook(JoinHook):
     """Serves other ranks after this one has left the body of a ``Join``.
 
     Args:
-        module: the root.  divergence: that of its engine; None on a single rank.  divides_by_all: as of :class:`Divergence`.
+        module: the root.  divergence: that of its engine.  divides_by_all: as of :class:`Divergence`.
     """
 
-    def __init__(self, module: nn.Module, divergence: Divergence | None, divides_by_all: bool) -> None:
+    def __init__(self, module: nn.Module, divergence: Divergence, divides_by_all: bool) -> None:
         self._module, self._divergence = module, divergence
-        if divergence is None:
-            return
-        divergence.divides_by_all = divides_by_all
-        divergence.joined = weakref.ref(module)
+        divergence.divides_by_all, divergence.joined = divides_by_all, weakref.ref(module)
 
     def main_hook(self) -> None:
         """Serve one pass."""
-        if self._divergence is not None:
-            self._divergence.serve_one()
+        self._divergence.serve_one()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Leave the join, as all ranks have."""
         torch_private.leave_join(self._module)
-        if self._divergence is not None:
-            self._divergence.leave_join()
+        self._divergence.leave_join()
 
 
 def refuse_manual(is_manual: bool) -> None:

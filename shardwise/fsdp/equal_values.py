@@ -1,4 +1,9 @@
-"""Values that ranks have alike: samples of initial ones, ``sync_module_states``, and buffers that differ (BatchNorm)."""
+"""Values that ranks have alike: samples of initial ones, ``sync_module_states``, and buffers that differ (BatchNorm).
+
+``fully_shard`` itself sends nothing, so values that differ between ranks (a seed per rank) are not seen when they are cut: each
+rank keeps its rows of another model.  So samples stay until the first forward compares them, and ``sync_module_states`` is
+there for those who want one rank's values.  Source: ``DistributedDataParallel``, which broadcasts module states.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,14 @@ from shardwise.fsdp.mesh import MeshAxes
 _SAMPLE_NUMEL, _SOME_NUMEL = 1 << 12, 64
 _ROUGH = torch.bfloat16  # a conversion of a model to another dtype is no write, so shards are compared as this
 SHARES_BUFFERS = "_shardwise_shares_buffers"  # marks a module whose forward broadcasts the first rank's buffers
-_MOST_LISTED = 8
+_MOST_LISTED = 8  # names in an error
+
+
+def few(names: Iterable[str]) -> str:
+    """Return the first of ``names``, and how many more there are."""
+    every = list(dict.fromkeys(names))
+    more = f" and {len(every) - _MOST_LISTED} more" if len(every) > _MOST_LISTED else ""
+    return ", ".join(every[:_MOST_LISTED]) + more
 
 
 def beginning_of(whole: torch.Tensor, shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -34,6 +46,7 @@ def unwritten(begun: tuple[torch.Tensor, torch.Tensor] | None, shard: torch.Tens
     if begun is None or shard.is_meta:
         return None
     before, now = (each.to("cpu", _ROUGH) for each in (begun[1], _spaced(shard, _SOME_NUMEL)))
+    # A write on this rank shows in the sample of the shard: initialization and loading replace all of it.
     return begun[0].cpu().view(torch.uint8).numpy().tobytes() if torch.equal(before, now) else None
 
 
@@ -44,9 +57,10 @@ def _spaced(values: torch.Tensor, most: int) -> torch.Tensor:
     return flat if flat.numel() <= most else flat[:: -(-flat.numel() // most)]
 
 
-def values_of_first(
-    named: Sequence[tuple[str, torch.Tensor]], axes: MeshAxes, error: ShardwiseError | None = None
-) -> list[torch.Tensor]:
+Named = Sequence[tuple[str, torch.Tensor]]
+
+
+def values_of_first(named: Named, axes: MeshAxes, error: ShardwiseError | None = None) -> list[torch.Tensor]:
     """Broadcast tensors from the first rank of the mesh; return them, with new tensors for those on meta.  Collective.
 
     Raises: ``error`` of any rank, ConfigError if the first rank has meta tensors, DesyncError if ranks pass different tensors;
@@ -56,6 +70,7 @@ def values_of_first(
     groups = [group for dim in dims if (group := axes.mesh.get_group(dim)).size() > 1]
     _agree(named, axes, groups, error)
     tensors = [tensor.detach() for _, tensor in named]
+    # A rank on meta gets memory here; the others send and receive where their values are.
     found = [torch.empty_like(each, device=axes.device) if each.is_meta else each for each in tensors]
     for group in groups:  # first along the replicas, then along the shards
         broadcast_from_first(found, group)
@@ -72,12 +87,7 @@ def sync_buffers(modules: Iterable[tuple[str, nn.Module]], axes: MeshAxes, error
             torch_private.buffers_of(module)[name] = value
 
 
-def _agree(
-    named: Sequence[tuple[str, torch.Tensor]],
-    axes: MeshAxes,
-    groups: Sequence[dist.ProcessGroup],
-    error: ShardwiseError | None,
-) -> None:
+def _agree(named: Named, axes: MeshAxes, groups: Sequence[dist.ProcessGroup], error: ShardwiseError | None) -> None:
     facts = [f"{name} of shape {tuple(tensor.shape)}, {tensor.dtype}" for name, tensor in named]
     empty = [name for name, tensor in named if tensor.is_meta]
     if empty and dist.get_rank() == int(axes.mesh.mesh.min()):
@@ -111,11 +121,8 @@ def unlike_buffers(digests_of_ranks: Sequence[Mapping[str, str]]) -> dict[str, l
 
 def unlike_in_words(names: Sequence[str], ranks: Sequence[int]) -> str:
     """Return what is wrong with buffers that differ, and what to do."""
-    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
-    one, other = ranks
     return (
-        f"buffers differ between ranks: {', '.join(names[:_MOST_LISTED])}{more}; rank {one} and rank {other} have different "
-        "values, and a checkpoint holds one. Call save(..., buffers='rank0') to save those of the lowest rank, or "
-        "'per_rank' for those of every rank, which load at the same number of ranks; or keep buffers equal during training "
-        "(SyncBatchNorm)"
+        f"buffers differ between ranks: {few(names)}; rank {ranks[0]} and rank {ranks[1]} have different values, and a "
+        "checkpoint holds one. Call save(..., buffers='rank0') to save those of the lowest rank, or 'per_rank' for those of "
+        "every rank, which load at the same number of ranks; or keep buffers equal during training (SyncBatchNorm)"
     )

@@ -1,4 +1,9 @@
-"""The execution order of a step, compared with the plan of an earlier one and with the other ranks."""
+"""The execution order of a step, compared with the plan of an earlier one and with the other ranks.
+
+FSDP2 prefetches in the order of the last forward's units.  That is not enough here: prefetches may reach further than one unit,
+a model may take several orders in turn, and ranks whose orders differ would pair collectives of different units, which hangs or
+silently mixes tensors.  So a step is recorded, a pure function makes a plan of the record, and ranks compare the plans once.
+"""
 
 from __future__ import annotations
 
@@ -52,17 +57,14 @@ class ExecOrderTracker:
         self.mismatch_check: MismatchCheck | None = None
         self.agreed: set[frozenset[ShardedParam]] = set()
         self.units: Sequence[Unit] = ()
-        self.diverges = False
         self.gathers = True
-        self.uncompared = ""
+        self.diverges = self.is_aside = self._follows_plan = False
+        self.uncompared = self._left_order = ""
         self._prefetches: list[list[Unit]] = []  # for each entry of the plan, the units to prefetch
+        # ``record`` alone appends, on the thread whose forward or backward reaches the event: one pass runs at a time.
         self._entries: list[OrderEntry] = []
-        self._follows_plan = False
-        self._planned_from: MadeFrom = self.budget, ()
         self.known = KnownPlans()
-        self._left_order = ""
         self._num_left = 0  # how often the running step has left its plan
-        self.is_aside = False
 
     def adopt(self, units: Sequence[Unit]) -> None:
         """Track ``units`` from now on; ``units[i]`` is number i."""
@@ -70,8 +72,7 @@ class ExecOrderTracker:
         for number, unit in enumerate(units):
             unit.number, unit.track = number, self.track
         self.gathers = any(unit.memory.is_collective for unit in units)
-        self.plan, self.known = None, KnownPlans()
-        self.agreed = set()
+        self.plan, self.known, self.agreed = None, KnownPlans(), set()
 
     # ---- events ----
 
@@ -79,8 +80,8 @@ class ExecOrderTracker:
         """Return ``error`` with the position of every rank that can be reached."""
         if self.mismatch_check is None or isinstance(error, DesyncError):
             return error
-        recent = [f"{event} of {unit_in_words(unit)}" for event, unit in self.track.recent(_MOST_SHOWN)]
-        recent = recent or ["no event yet"]
+        events = self.track.recent(_MOST_SHOWN)
+        recent = [f"{event} of {unit_in_words(unit)}" for event, unit in events] or ["no event yet"]
         before = f", after {', '.join(recent[:-1])}" if len(recent) > 1 else ""
         position = f"event {self.track.count}: {recent[-1]}{before} (waiting for {where})"
         return self.mismatch_check.explain(error, position)
@@ -97,10 +98,8 @@ class ExecOrderTracker:
 
     def forget(self) -> None:
         """Drop the order of a failed step."""
-        self.is_aside = False
-        self._entries = []
+        self.begin()
         self._follows_plan = False
-        self.uncompared = ""
         self.known.forget_last()
 
     def record(self, unit: Unit, event: StepEvent) -> Sequence[Unit]:
@@ -115,7 +114,7 @@ class ExecOrderTracker:
         if listeners:
             verb, _, what = event.value.partition(" ")
             (begin if verb == "enter" else end)(track.name, what.removeprefix("in "), unit.name)
-        if self.is_aside:
+        if self.is_aside:  # other ranks may run no such forward: it is no part of what they compare
             return ()
         position = len(self._entries)
         if not self._follows_plan or self.plan is None:
@@ -128,7 +127,13 @@ class ExecOrderTracker:
                 self._entries.append(planned)  # the plan's own entry: making one per event would cost time
                 return self._prefetches[position]
         if self.diverges:
-            return self._go_on_at(OrderEntry(number, event))
+            # Follow the plan from where this entry comes next; if it does not, from where this rank was.
+            entry = OrderEntry(number, event)
+            if entry not in expected[position:]:
+                return ()
+            position = expected.index(entry, position)
+            self._entries = list(expected[: position + 1])
+            return self._prefetches[position]
         self._entries.append(OrderEntry(number, event))
         name = self.units[expected[position].unit].name if position < len(expected) else "end of step"
         self._left_order = f"expected {unit_in_words(name)}, found {unit_in_words(unit.name)}"
@@ -143,18 +148,7 @@ class ExecOrderTracker:
         self._follows_plan = branch is not None
         if branch is None:
             return ()
-        self._take(branch.plan, branch.made_from)
-        return self._prefetches[position]
-
-    def _go_on_at(self, entry: OrderEntry) -> Sequence[Unit]:
-        """Follow the plan from where ``entry`` comes next; if it does not, from where this rank was."""
-        assert self.plan is not None
-        expected = self.plan.order.entries
-        try:
-            position = expected.index(entry, len(self._entries))
-        except ValueError:
-            return ()
-        self._entries = list(expected[: position + 1])
+        self._take(branch.plan)
         return self._prefetches[position]
 
     def compare_deviation(self) -> None:
@@ -196,21 +190,21 @@ class ExecOrderTracker:
 
         Raises: DesyncError if ranks would plan different collectives.
         """
-        order, made_from = ExecutionOrder(tuple(self._entries)), self._made_from()
-        known = self.known.find(order, made_from, self.plan)
+        order = ExecutionOrder(tuple(self._entries))
+        known = self.known.find(order, self._made_from(), self.plan)
         if known is None:
-            known = self.known.add(plan_step(order, self.facts(), self.budget), made_from)
+            known = self.known.add(plan_step(order, self.facts(), self.budget))
             self._agree_on(known.plan)
         elif self._num_left > 1 and self.gathers:
             self._agree_on(known.plan)
+        # Orders in turn (two heads): what followed this order last time is the better guess than this order again.
         self._left_order, following = "", self.known.end_step(known)
         if following.plan is not self.plan:
-            self._take(following.plan, following.made_from)
+            self._take(following.plan)
 
     def _agree_on(self, plan: StepPlan) -> None:
         if self.mismatch_check is not None:
-            replicas = [unit for unit in self.units if unit.settings.axes.num_replicas > 1]
-            apart = {unit.name for unit in replicas if not unit.policy.syncs_replicas}
+            apart = {u.name for u in self.units if u.settings.axes.num_replicas > 1 and not u.policy.syncs_replicas}
             calls = [call for call in plan.calls if call.op in (Op.UNSHARD, Op.REDUCE)]
             alone = [" without its replicas" if c.op is Op.REDUCE and c.unit in apart else "" for c in calls]
             shown = [f"{c.op.value} of {unit_in_words(c.unit)}{each}" for c, each in zip(calls, alone, strict=True)]
@@ -219,8 +213,8 @@ class ExecOrderTracker:
     def _made_from(self) -> MadeFrom:
         return self.budget, tuple([unit.policy for unit in self.units])
 
-    def _take(self, plan: StepPlan, made_from: MadeFrom) -> StepPlan:
-        self.plan, self._planned_from = plan, made_from
+    def _take(self, plan: StepPlan) -> StepPlan:
+        self.plan = plan
         self._prefetches = [[self.units[number] for number in numbers] for numbers in plan.prefetches]
         return plan
 
@@ -232,22 +226,21 @@ class ExecOrderTracker:
     def plan_in_order(self) -> StepPlan:
         """Return the plan of ranks that may take different ways: units as their modules lie in the root, all with sync."""
         policies = tuple([replace(unit.policy, sync=True, syncs_replicas=True) for unit in self.units])
-        if self.plan is not None and self._planned_from == (self.budget, policies):
+        if self.plan is not None and self.plan.made_from == (self.budget, policies):
             return self.plan
         facts = [replace(each, policy=policy) for each, policy in zip(self.facts(), policies, strict=True)]
-        return self._take(plan_step(in_module_order(len(facts)), facts, self.budget), (self.budget, policies))
+        return self._take(plan_step(in_module_order(len(facts)), facts, self.budget))
 
     def facts(self) -> tuple[UnitFacts, ...]:
         """Return the inputs of planning, one per unit."""
-        return tuple(self._facts_of(unit) for unit in self.units)
+        return tuple([self._facts_of(unit) for unit in self.units])
 
     def _facts_of(self, unit: Unit) -> UnitFacts:
         num_bytes, in_place = unit.gather_staging
-        asked, reduce_bytes = unit.settings, planned_scatter_bytes(unit)
+        sizes, asked = (num_bytes, in_place, unit.full_bytes, planned_scatter_bytes(unit)), unit.settings
         tied, beside = (tuple([other.number for other in each]) for each in (unit.tied_units, unit.beside))
-        facts = UnitFacts(unit.name, unit.policy, num_bytes, in_place, unit.full_bytes, reduce_bytes, tied, beside)
-        ahead, back = self._numbers_of(asked.forward_prefetch), self._numbers_of(asked.backward_prefetch)
-        return replace(facts, forward_prefetch=ahead, backward_prefetch=back)
+        explicit = map(self._numbers_of, (asked.forward_prefetch, asked.backward_prefetch))
+        return UnitFacts(unit.name, unit.policy, *sizes, tied, beside, *explicit)
 
     def _numbers_of(self, refs: list[weakref.ref[Unit]] | None) -> tuple[int, ...] | None:
         return None if refs is None else tuple([unit.number for ref in refs if (unit := ref()) in self.units and unit])

@@ -1,7 +1,8 @@
 """All-gather extensions: tensor subclasses that define their own inputs and outputs of the all-gather.
 
 A shard (the local tensor) with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` returns the tensors to gather and
-builds the full parameter from the results; quantised weights do so.  Source: the all-gather extensions of torch's FSDP2.
+builds the full parameter from the results; quantised weights do so.  Flat memory cannot have them: their bytes are several
+tensors of other dtypes, and only the class knows how to put them together.  Source: the all-gather extensions of torch's FSDP2.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.precision import MixedPrecisionPolicy
 from shardwise.layout import align, row_major
 
+ShapeAndDtype = tuple[tuple[int, ...], torch.dtype]
 _ALIGNMENT = 16  # bytes, of every input in the packed section
 
 
@@ -37,18 +39,6 @@ class _Extended:
     # Memory, and the gathered tensor in it.
     outputs: list[tuple[FullBuffer, torch.Tensor]] = field(default_factory=list)
     inner: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
-
-
-def has_extension(param: ShardedParam) -> bool:
-    """Return True if the shard has both extension methods.  Raises: LayoutError if it has only one."""
-    local = torch_private.local_of(param.sharded)
-    before, after = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
-    if before != after:
-        raise LayoutError(
-            f"{param.fqn}: its tensor type {type(local).__name__} has "
-            f"{'fsdp_pre_all_gather' if before else 'fsdp_post_all_gather'} alone; define both or neither"
-        )
-    return before
 
 
 def _shard_mesh(axes: MeshAxes) -> DeviceMesh:
@@ -67,24 +57,32 @@ class ExtensionParams:
     """
 
     def __init__(self, axes: MeshAxes, precision: MixedPrecisionPolicy, device: torch.device) -> None:
-        self._axes, self.num_shards = axes, axes.num_shards
-        self._precision = precision
-        self._device = device
-        self._on = device_of(device)
+        self._axes, self.num_shards, self._precision = axes, axes.num_shards, precision
+        self._device, self._on = device, device_of(device)
         self.entries: list[_Extended] = []
         self.params: list[ShardedParam] = []
 
     @staticmethod
     def wants(param: ShardedParam) -> bool:
-        """Return True if ``param`` cannot be in flat memory: the bytes of tensor subclasses are not those of the tensor."""
-        return has_extension(param) or type(torch_private.local_of(param.sharded)) not in (torch.Tensor, nn.Parameter)
+        """Return True if ``param`` cannot be in flat memory: the bytes of tensor subclasses are not those of the tensor.
+
+        Raises: LayoutError if the shard has one of the two extension methods alone.
+        """
+        local = torch_private.local_of(param.sharded)
+        before, after = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
+        if before != after:
+            raise LayoutError(
+                f"{param.fqn}: its tensor type {type(local).__name__} has "
+                f"{'fsdp_pre_all_gather' if before else 'fsdp_post_all_gather'} alone; define both or neither"
+            )
+        return before or type(local) not in (torch.Tensor, nn.Parameter)
 
     def adopt(self, params: list[ShardedParam]) -> None:
         """Manage ``params`` from now on."""
         self.entries = [_Extended(param) for param in params]
         self.params = params
         for param in params:
-            param.full = None
+            param.full = None  # made again by the class, which may have other inputs now
             param.is_hooked = False
 
     def gather(self, plain: GatherEnds | None, comm: GroupCommunicator | None, pool: BufferPool) -> Handle | None:
@@ -106,46 +104,41 @@ class ExtensionParams:
             if len(inspect.signature(function).parameters) == 1:
                 tensors, extra = function(shard_mesh)
             else:
-                shape = torch.Size(param.shard.shape)
-                stride = torch.empty(shape, device="meta").stride()
-                tensors, extra = function(shard_mesh, shape, stride, param.module(), self._precision)
+                shape = param.shard.shape
+                outer = torch.Size(shape), row_major(shape), param.module()
+                tensors, extra = function(shard_mesh, *outer, self._precision)
         return [_filled_up(self._on.fetch(tensor, tensor.dtype), param) for tensor in tensors], extra
 
     def complete(self, entry: _Extended, gathered: list[torch.Tensor], metadata: Any) -> None:
         """Build (first time) or refill the full parameter of ``entry`` from the gathered tensors."""
-        local = torch_private.local_of(entry.param.sharded)
+        param, local = entry.param, torch_private.local_of(entry.param.sharded)
         if not hasattr(local, "fsdp_post_all_gather"):
             raise LayoutError(
-                f"{entry.param.fqn}: tensor type {type(local).__name__} has no fsdp_pre_all_gather/fsdp_post_all_gather, "
+                f"{param.fqn}: tensor type {type(local).__name__} has no fsdp_pre_all_gather/fsdp_post_all_gather, "
                 "so its bytes cannot be gathered; define both on the type"
             )
         function: Callable[..., Any] = local.fsdp_post_all_gather  # pyright: ignore[reportAttributeAccessIssue]
-        dtype = entry.param.dtype_of_full(self._precision)
-        outputs = tuple(gathered)
+        outputs, dtype = tuple(gathered), param.dtype_of_full(self._precision)
         with torch.no_grad():
-            if entry.param.full is not None:
+            if param.full is not None:
                 for storage, num_bytes in entry.inner:
                     storage.resize_(num_bytes)
-                target = entry.param.full
-                out = torch_private.local_of(target) if entry.param.inner_spec else target
-                with torch_private.same_version(out):
+                with torch_private.same_version(out := torch_private.local_of(param.full)):
                     function(outputs, metadata, dtype, out=out)
                 return
             full, inner = function(outputs, metadata, dtype)
-            shape = entry.param.shard.shape
+            shape = param.shard.shape
             if tuple(full.shape) != shape:  # uneven shards that fsdp_pre_all_gather has padded
                 full = full.as_strided(shape, row_major(shape), 0)
             own = {tensor.untyped_storage().data_ptr() for _, tensor in entry.outputs}
             storages = [tensor.untyped_storage() for tensor in inner]
             entry.inner = [(each, each.nbytes()) for each in storages if each.data_ptr() not in own]
-            if entry.param.inner_spec is not None:
-                full = torch_private.dtensor_from_local(full, entry.param.inner_spec)
-            entry.param.full = nn.Parameter(full, requires_grad=entry.param.sharded.requires_grad)
-            torch_private.give_attributes(entry.param.attributes, entry.param.full)
+            if param.inner_spec is not None:
+                full = torch_private.dtensor_from_local(full, param.inner_spec)
+            param.full = nn.Parameter(full, requires_grad=param.sharded.requires_grad)
+            torch_private.give_attributes(param.attributes, param.full)
 
-    def hold_outputs(
-        self, entry: _Extended, shapes: list[tuple[tuple[int, ...], torch.dtype]], pool: BufferPool
-    ) -> list[torch.Tensor]:
+    def hold_outputs(self, entry: _Extended, shapes: list[ShapeAndDtype], pool: BufferPool) -> list[torch.Tensor]:
         """Return contiguous tensors for the gathered inputs, the same tensor objects in every step."""
         if [(tuple(tensor.shape), tensor.dtype) for _, tensor in entry.outputs] != shapes:
             buffers = [FullBuffer(math.prod(shape), dtype, self._device) for shape, dtype in shapes]
@@ -165,46 +158,37 @@ class ExtensionParams:
 
 
 class _MixedEnds:
-    """Plain shards and extension inputs in one section of bytes."""
+    """Plain shards and extension inputs in one section of bytes: one all-gather takes all parameters of a unit."""
 
     take_over = None
 
     def __init__(self, owner: ExtensionParams, plain: GatherEnds | None, pool: BufferPool) -> None:
-        self._owner = owner
-        self._pool = pool
-        self._plain = plain
-        self._inputs: list[list[torch.Tensor]] = []
-        self._metadata: list[Any] = []
-        self._plain_dtype = torch.uint8
-        self._plain_bytes = 0
+        self._owner, self._plain, self._pool = owner, plain, pool
+        self._inputs: list[tuple[list[torch.Tensor], Any]] = []  # of each entry, with metadata
+        self._plain_shard = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def buckets(self) -> Sequence[BucketEnds]:
         """Return no buckets: extensions need one packed buffer."""
         return ()
 
     def shard(self) -> torch.Tensor:
-        parts: list[torch.Tensor] = []
         # Make the inputs here and not earlier, so that their kernels run on the stream of the all-gather.
-        found = [self._owner.inputs_of(entry.param) for entry in self._owner.entries]
-        self._inputs, self._metadata = [tensors for tensors, _ in found], [extra for _, extra in found]
+        self._inputs = [self._owner.inputs_of(entry.param) for entry in self._owner.entries]
+        parts = [tensor.contiguous() for tensors, _ in self._inputs for tensor in tensors]
         if self._plain is not None:
-            section = self._plain.shard()
-            self._plain_dtype = section.dtype
-            raw = section.view(torch.uint8)
-            self._plain_bytes = raw.numel()
-            parts.append(_padded(raw))
-        for tensors in self._inputs:
-            parts += [_padded(tensor.contiguous().view(-1).view(torch.uint8)) for tensor in tensors]
-        return torch.cat(parts)
+            self._plain_shard = self._plain.shard()
+            parts.insert(0, self._plain_shard)
+        raw = [part.view(-1).view(torch.uint8) for part in parts]
+        return torch.cat([nn.functional.pad(each, (0, _aligned(each) - each.numel())) for each in raw])
 
     def deliver(self, packed: torch.Tensor) -> None:
         sections = packed.view(self._owner.num_shards, -1)
         start = 0
         if self._plain is not None:
-            plain = sections[:, : self._plain_bytes].contiguous().view(-1)
-            self._plain.deliver(plain.view(self._plain_dtype))
-            start = align(self._plain_bytes, _ALIGNMENT)
-        for entry, tensors, metadata in zip(self._owner.entries, self._inputs, self._metadata, strict=True):
+            raw = self._plain_shard.view(torch.uint8)
+            self._plain.deliver(sections[:, : raw.numel()].contiguous().view(-1).view(self._plain_shard.dtype))
+            start = _aligned(raw)
+        for entry, (tensors, metadata) in zip(self._owner.entries, self._inputs, strict=True):
             shapes = [((sections.shape[0] * t.shape[0], *t.shape[1:]), t.dtype) for t in tensors]
             outputs = self._owner.hold_outputs(entry, shapes, self._pool)
             for tensor, output in zip(tensors, outputs, strict=True):
@@ -213,12 +197,15 @@ class _MixedEnds:
                 is_shard = tuple(tensor.shape) == entry.param.shard_shape
                 outer = max(entry.param.shard.outer, 1) if is_shard else 1
                 raw = output.view(-1).view(torch.uint8).view(outer, sections.shape[0], num_bytes // outer)
+                sent = sections[:, start : start + num_bytes].unflatten(1, (outer, num_bytes // outer))
                 with torch_private.same_version(output):  # autograd must not count a refill as a write
-                    raw.transpose(0, 1).copy_(
-                        sections[:, start : start + num_bytes].unflatten(1, (outer, num_bytes // outer))
-                    )
+                    raw.transpose(0, 1).copy_(sent)
                 start += align(num_bytes, _ALIGNMENT)
             self._owner.complete(entry, outputs, metadata)
+
+
+def _aligned(raw: torch.Tensor) -> int:
+    return align(raw.numel(), _ALIGNMENT)
 
 
 def _filled_up(tensor: torch.Tensor, param: ShardedParam) -> torch.Tensor:
@@ -233,8 +220,3 @@ def _filled_up(tensor: torch.Tensor, param: ShardedParam) -> torch.Tensor:
     whole = tensor.new_zeros((shard.chunk, *shape[1:]))
     whole[: shape[0]].copy_(tensor)
     return whole
-
-
-def _padded(raw: torch.Tensor) -> torch.Tensor:
-    extra = align(raw.numel(), _ALIGNMENT) - raw.numel()
-    return nn.functional.pad(raw, (0, extra)) if extra else raw

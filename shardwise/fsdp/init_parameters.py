@@ -1,4 +1,9 @@
-"""Models from the meta device: ``init_parameters`` allocates and initializes them; tensors that have no values yet."""
+"""Models from the meta device: ``init_parameters`` allocates and initializes them; tensors that have no values yet.
+
+``to_empty()`` and ``reset_parameters()`` would be two lines.  But a shard is no matrix: an initialization that reads sizes or
+norms (orthogonal, fan-in) computes another thing on it, and equal seeds give every rank the same shard.  So the user's function
+runs on full parameters, of one unit at a time, with the random numbers of one process.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +30,7 @@ from shardwise.observe import span
 
 logger = getLogger("shardwise")
 
+Convert = Callable[[torch.Tensor], torch.Tensor]
 # Attributes of a tensor that return its values; all other attributes, and the methods in _FACTS, need no values.
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _FACTS = frozenset({"size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset"}) | {
@@ -61,81 +67,73 @@ def init_parameters(
         >>> init_parameters(model)  # doctest: +SKIP
     """
     units = [*units_in(module)]
-    was_meta = {name for name, param in module.named_parameters() if param.is_meta}
-    _materialize(module, units, device)
-    params = dict(module.named_parameters())
+    fresh = _materialize(module, units, device)
     meshes = [unit.settings.axes.mesh for unit in units if unit.params]
-    meshes += [param.device_mesh for param in params.values() if isinstance(param, DTensor)]  # with tensor parallelism
+    meshes += [
+        param.device_mesh for param in module.parameters() if isinstance(param, DTensor)
+    ]  # with tensor parallelism
     with _generators_of_first(max(meshes, key=DeviceMesh.size, default=None)):
-        whole = _WholeParameters(units, {id(params[name]) for name in was_meta if name in params})
+        whole = _WholeParameters([param for unit in units for param in unit.params], fresh)
         try:
             with whole:
                 (init_fn or _init_modules)(module)
         finally:  # also after an error: values that were written until then stay, as on one process
             whole.put_back()
     if left := unwritten_in(module):
-        logger.warning(
-            "init_parameters: %s still have no values. Pass an init_fn that initializes them, or load a checkpoint",
-            ", ".join(left),
-        )
+        logger.warning("init_parameters: %s have no values: initialize or load them before a forward", ", ".join(left))
 
 
 def _init_modules(module: nn.Module) -> None:
     """Initialize ``module`` and the modules below it by their own methods, outer modules first."""
     if (init := getattr(module, "init_weights", None)) is not None:
         init()
-        return
-    if reset := getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None):
-        reset()
-    for child in module.children():
-        _init_modules(child)
+    else:
+        if reset := getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None):
+            reset()
+        for child in module.children():
+            _init_modules(child)
 
 
-def _materialize(module: nn.Module, units: Iterable[Unit], device: torch.device | str | None) -> None:
-    """Move tensors from meta to a device, with undefined values; tied parameters stay tied."""
-    places = [unit.settings.storage for unit in units if unit.params]
-    of_params = device or (places[0].storage_device if places else torch.device("cpu"))
-    of_others = device or (places[0].device if places else torch.device("cpu"))
+def _materialize(module: nn.Module, units: Iterable[Unit], device: torch.device | str | None) -> set[int]:
+    """Move tensors from meta to a device; tied parameters stay tied.  Return the ids of shards without values."""
+    place = next((unit.settings.storage for unit in units if unit.params), None)
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
-        wanted = of_params if isinstance(tensor, DTensor) else of_others
-        return torch.empty_like(tensor, device=wanted) if tensor.is_meta else tensor
+        own = torch.device("cpu") if place is None else place.device
+        own = place.storage_device if place is not None and isinstance(tensor, DTensor) else own
+        return torch.empty_like(tensor, device=device or own) if tensor.is_meta else tensor
 
-    registrations: dict[int, list[tuple[nn.Module, str]]] = {}
-    for owner in module.modules():
-        for name, param in torch_private.parameters_of(owner).items():
-            if param is not None and param.is_meta:
-                registrations.setdefault(id(param), []).append((owner, name))
+    named = [(owner, pair) for owner in module.modules() for pair in owner.named_parameters("", False, False)]
+    on_meta = [(owner, name, id(param)) for owner, (name, param) in named if param.is_meta]
     fresh = {param for unit in units for param in unit.params if param.sharded.is_meta}
     _filled_later.update([id(param.sharded) for param in fresh])
     try:
         torch_private.apply_to_tensors(module, materializing(convert))
     finally:
         _filled_later.clear()
-    for (first, name), *others in registrations.values():
-        for owner, other in others:
-            setattr(owner, other, getattr(first, name))
+    first: dict[int, nn.Parameter] = {}
+    for owner, name, key in on_meta:
+        setattr(owner, name, first.setdefault(key, getattr(owner, name)))
     for unit in units:
         unit.ensure_packed()
         for param in fresh.intersection(unit.params):
             fill(param.sharded)
         if unit.memory.extended.params:
-            raise ConfigError(
-                f"init_parameters: {unit.memory.extended.params[0].fqn} has its own all-gather: initialize it before sharding"
-            )
+            fqn = unit.memory.extended.params[0].fqn
+            raise ConfigError(f"init_parameters: {fqn} has its own all-gather: initialize it before sharding")
+    return {id(param.sharded) for param in fresh}
 
 
 @contextmanager
 def _generators_of_first(mesh: DeviceMesh | None) -> Generator[None]:
     """Use the random states of the first rank on all ranks of ``mesh``; on exit a rank with another state restores its own."""
-    if mesh is None or mesh.size() == 1:
-        yield
-        return
-    devices = [torch] if mesh.device_type == "cpu" else [torch, torch.get_device_module(mesh.device_type)]
+    groups = [] if mesh is None or mesh.size() == 1 else [*reversed(mesh.get_all_groups())]
+    kind = "cpu" if mesh is None else mesh.device_type
+    devices = [torch] if kind == "cpu" else [torch, torch.get_device_module(kind)]
     own = [each.get_rng_state() for each in devices]
-    states = [state.clone().to(mesh.device_type) for state in own]
-    for dim in reversed(range(mesh.ndim)):
-        broadcast_from_first(states, mesh.get_group(dim))
+    states = [state.clone().to(kind) for state in own]
+    for group in groups:
+        broadcast_from_first(states, group)
     first = [state.cpu() for state in states]
     for each, state in zip(devices, first, strict=True):
         each.set_rng_state(state)
@@ -151,14 +149,13 @@ class _WholeParameters(TorchFunctionMode):
     """Replaces sharded parameters in calls of torch functions by full ones, of one unit at a time.
 
     Args:
-        units: the units of the parameters.
-        fresh: ids of sharded parameters that have no values yet.
+        params: the sharded parameters.
+        fresh: ids of those that have no values yet.
     """
 
-    def __init__(self, units: Iterable[Unit], fresh: set[int]) -> None:
+    def __init__(self, params: Iterable[ShardedParam], fresh: set[int]) -> None:
         super().__init__()
-        pairs = [(unit, param) for unit in units for param in unit.params if isinstance(param.sharded, DTensor)]
-        self._owners: dict[int, tuple[Unit, ShardedParam]] = {id(param.sharded): (unit, param) for unit, param in pairs}
+        self._owners = {id(param.sharded): param for param in params if isinstance(param.sharded, DTensor)}
         self._fresh = fresh
         self._whole: dict[int, nn.Parameter] = {}  # by the id of the sharded parameter
 
@@ -166,33 +163,36 @@ class _WholeParameters(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         is_attribute = name in ("__get__", "__set__", "__delete__")
+        # What needs no values is answered by the shard, which has the full shape: no memory, no collective.
         if name in _FACTS or (is_attribute and func.__self__.__name__ not in _VALUES):
             return func(*args, **kwargs)
         used: list[Any] = [each for each in tensors_in((args, kwargs)) if id(each) in self._owners]
         if not used:
             return func(*args, **kwargs)
-        self._allocate({self._owners[id(each)][0] for each in used})
+        self._free_others({self._owners[id(each)].unit() for each in used})
         for sharded in used:
             if id(sharded) not in self._whole:
                 self._whole[id(sharded)] = self._make(sharded)
         args, kwargs = torch_private.map_tensors(lambda each: self._whole.get(id(each), each), (args, kwargs))
         result = func(*args, **kwargs)
-        back = {id(whole): self._owners[key][1].sharded for key, whole in self._whole.items()}
+        # In-place functions return the full parameter: user code is to go on with the registered one.
+        back = {id(whole): self._owners[key].sharded for key, whole in self._whole.items()}
         return torch_private.map_tensors(lambda each: back.get(id(each), each), result)
 
     @torch.no_grad()
     def _make(self, sharded: DTensor) -> nn.Parameter:
         if id(sharded) in self._fresh:
-            empty = materializing(lambda tensor: torch.empty_like(tensor, device=sharded.device))
-            whole = empty(torch.empty(sharded.shape, dtype=sharded.dtype, device="meta"))
+            whole = torch.empty(sharded.shape, dtype=sharded.dtype, device=sharded.device)
+            fill(whole)
         else:
             whole = full_tensor_of(sharded).clone()
         return nn.Parameter(whole, sharded.requires_grad)
 
-    def _allocate(self, wanted: set[Unit]) -> None:
+    def _free_others(self, wanted: set[Unit]) -> None:
         """Free the full parameters of units that are not ``wanted``, except those that the user's function references."""
-        for key in [key for key in self._whole if self._owners[key][0] not in wanted]:
+        for key in [key for key in self._whole if self._owners[key].unit() not in wanted]:
             whole = self._whole[key]
+            # Three references: the dict's, ``whole`` here, and the argument of ``getrefcount``.
             if torch_private.storage_use_count(whole.untyped_storage()) <= 1 and sys.getrefcount(whole) <= 3:
                 self._put(key)
             del whole
@@ -204,35 +204,33 @@ class _WholeParameters(TorchFunctionMode):
 
     @torch.no_grad()
     def _put(self, key: int) -> None:
-        sharded, whole = self._owners[key][1].sharded, self._whole.pop(key)
+        sharded, whole = self._owners[key].sharded, self._whole.pop(key)
         assert isinstance(sharded, DTensor)
         mesh = sharded.device_mesh
         cut = DTensor.from_local(whole.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
         local = torch_private.local_of(cut.redistribute(placements=sharded.placements))
-        with span("init_parameters", "initialize", self._owners[key][1].fqn):
+        with span("init_parameters", "initialize", self._owners[key].fqn):
             torch_private.local_of(sharded).copy_(torch_private.wait_tensor(local))
         self._fresh.discard(key)
 
 
 # ---- Tensors that were moved from the meta device but have no values yet.
 
-# Fill bytes of new memory: NaN in floating-point tensors, an implausible number in others.
-_FILL_FLOATING, _FILL = 0xFF, 0xA5
 # Ids of parameters on meta that init_parameters fills where they are packed, one unit at a time: until then they take no pages.
 _filled_later: set[int] = set()
 
 
 def bytes_of(tensor: torch.Tensor) -> tuple[torch.Tensor | None, int]:
-    """Return the values of this rank, None if they cannot be read, and their fill byte."""
+    """Return the values of this rank, None if they cannot be read, and the byte that fills them while they have none.
+
+    It makes NaN in floating-point tensors, an implausible number in others.
+    """
     local = torch_private.local_of(tensor).detach()
-    is_plain = type(local) in (torch.Tensor, nn.Parameter) and not local.is_meta and local.numel()
-    fill = _FILL_FLOATING if local.is_floating_point() or local.is_complex() else _FILL
-    return local if is_plain else None, fill
+    has_bytes = type(local) in (torch.Tensor, nn.Parameter) and not local.is_meta and local.numel()
+    return local if has_bytes else None, 0xFF if local.is_floating_point() or local.is_complex() else 0xA5
 
 
-def materializing(
-    convert: Callable[[torch.Tensor], torch.Tensor], attachment: Attachment | None = None
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def materializing(convert: Convert, attachment: Attachment | None = None) -> Convert:
     """Return ``convert`` with a mark: tensors that it moves from meta to a device are filled with bytes that mean "no values".
 
     ``attachment``: the attachment of the module whose tensors are converted.
@@ -264,7 +262,7 @@ def is_unwritten(tensor: torch.Tensor) -> bool:
         return False
     found = local.reshape(-1)
     # One element decides for most tensors.
-    return bool((found[:1].view(torch.uint8) == byte).all() and (found.view(torch.uint8) == byte).all())
+    return all(bool((part.view(torch.uint8) == byte).all()) for part in (found[:1], found))
 
 
 def unwritten_in(module: nn.Module, *, buffers_only: bool = False) -> list[str]:
@@ -278,16 +276,14 @@ def check_materialized(attachments: Sequence[Attachment]) -> None:
     units = [unit for each in attachments for unit in each.units]
     for unit in units:
         unit.adopt_registered()
-    params = [param for unit in units for param in unit.params]
-    on_meta = [param.fqn for param in params if param.sharded.device.type == "meta"]
-    if on_meta:
+    if on_meta := [param.fqn for unit in units for param in unit.params if param.sharded.device.type == "meta"]:
         raise StateError(
             "Call shardwise.init_parameters(model), or to_empty() and load a checkpoint. FSDP parameters should be "
             f"materialized from meta device before training, but the following were still on meta device: {on_meta}"
         )
     offloaded = [unit for unit in units if isinstance(unit.settings.storage.offload, CPUOffloadPolicy)]
-    on_device = [(p.fqn, p.local.device) for unit in offloaded for p in unit.params if p.local.device.type != "cpu"]
-    if on_device:
+    places = [(param.fqn, param.local.device) for unit in offloaded for param in unit.params]
+    if on_device := [each for each in places if each[1].type != "cpu"]:
         raise StateError(
             "FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, load a CPU state "
             f"dict or call module.to_empty(device='cpu'). Found following parameters on non-CPU device: {on_device}\n"

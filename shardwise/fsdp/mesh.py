@@ -1,5 +1,8 @@
 """The roles of mesh axes (shard, replicate), the strategies, and the placements of sharded parameters.
 
+A strategy says what a rank holds; a unit needs to know which axis of its mesh cuts parameters and which one copies them, and a
+DTensor needs one placement per axis, also of tensor parallelism's, in the order in which they cut.
+
 Sources of strategies: ZeRO, arXiv 1910.02054 (stages 1 to 3); hybrid sharding, arXiv 2304.11277; state over all ranks beside
 hybrid sharding ("HFSDP"), Megatron-FSDP.
 """
@@ -7,6 +10,7 @@ hybrid sharding ("HFSDP"), Megatron-FSDP.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar, NoReturn
@@ -44,9 +48,7 @@ class DataParallelMeshDims:
 
 def names_of(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Return the axis names of one attribute of :class:`DataParallelMeshDims`."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, str) else tuple(value)
+    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +77,7 @@ class DataParallelMeshInfo:
                 raise UsageError(f"Expects non-None {name}")
 
 
+# Compared by identity, since meshes that are equal may have groups of other ranks: ``groups`` tells whether two are one.
 @dataclass(frozen=True, eq=False)
 class MeshAxes(DataParallelMeshInfo):
     """A data-parallel mesh and the roles of its axes."""
@@ -162,7 +165,13 @@ def smaller_axes(axes: MeshAxes, size: int) -> MeshAxes:
 
 def shard_spec(param: nn.Parameter, fqn: str, axes: MeshAxes, shard: Shard | None) -> tuple[int, DTensorSpec]:
     """Return the dim of ``param`` to shard on ``axes``, and the spec of its sharded form; ``shard`` None means ``Shard(0)``."""
-    dim = _checked_dim(fqn, param, 0 if shard is None else shard.dim)
+    dim = 0 if shard is None else shard.dim
+    dim += param.ndim if dim < 0 else 0
+    if param.ndim and not 0 <= dim < param.ndim:
+        raise UsageError(
+            f"Shard dim {dim} is invalid for {param.ndim}D tensor: '{fqn}' has shape {tuple(param.shape)}; "
+            f"return a Shard of 0..{param.ndim - 1} from shard_placement_fn"
+        )
     if isinstance(param, DTensor):
         spec_of = _tensor_parallel_spec if axes.dp_mesh_dims is None else _spmd_spec
         return dim, spec_of(param, fqn, axes, dim)
@@ -182,32 +191,18 @@ def cut_shard(whole: torch.Tensor, cut: ChunkShard, rank: int) -> torch.Tensor:
     Subclasses (quantised weights) are sharded and copied by methods that they define: ``chunk``, ``new_zeros``, ``copy_``.
     ``narrow`` may be missing, and ``clone`` may quantise again.
     """
+    if cut.is_whole:
+        shard = whole
+    else:
+        rows, chunks = cut.rows(rank), () if type(whole) is torch.Tensor else whole.chunk(cut.num_shards, cut.dim)
+        if not chunks or any(type(chunk) is not type(whole) for chunk in chunks):  # the class does not define ``chunk``
+            shard = whole.narrow(cut.dim, rows.start, len(rows))
+        else:
+            shard = chunks[rank] if rank < len(chunks) else chunks[0].new_zeros(cut.shard_shape(rank))
     if type(whole) is torch.Tensor:
-        rows = cut.rows(rank)
-        return whole if cut.is_whole else whole.narrow(cut.dim, rows.start, len(rows))
-    shard = _chunk(whole, cut, rank)
+        return shard  # a view: packing copies it into the memory that it shares with other shards
     copied = shard.new_zeros(shard.shape)
     return copied.copy_(shard) if type(copied) is type(whole) else shard.clone()
-
-
-def _chunk(whole: torch.Tensor, cut: ChunkShard, rank: int) -> torch.Tensor:
-    if cut.is_whole:
-        return whole
-    chunks = list(torch.chunk(whole, cut.num_shards, cut.dim))
-    if not all(type(chunk) is type(whole) for chunk in chunks):  # the class does not define ``chunk``
-        rows = cut.rows(rank)
-        return whole.narrow(cut.dim, rows.start, len(rows))
-    return chunks[rank] if rank < len(chunks) else chunks[0].new_zeros(cut.shard_shape(rank))
-
-
-def _checked_dim(fqn: str, param: nn.Parameter, dim: int) -> int:
-    dim = dim + param.ndim if dim < 0 else dim
-    if param.ndim and not 0 <= dim < param.ndim:
-        raise UsageError(
-            f"Shard dim {dim} is invalid for {param.ndim}D tensor: '{fqn}' has shape {tuple(param.shape)}; "
-            f"return a Shard of 0..{param.ndim - 1} from shard_placement_fn"
-        )
-    return dim
 
 
 def _data_parallel_placements(axes: MeshAxes, shard: Placement) -> tuple[Placement, ...]:
@@ -215,10 +210,6 @@ def _data_parallel_placements(axes: MeshAxes, shard: Placement) -> tuple[Placeme
     if axes.shard_mesh_dim is not None:
         placements[axes.shard_mesh_dim] = shard
     return tuple(placements)
-
-
-def _strided(dim: int, factor: int) -> Placement:
-    return torch_private.strided_shard(dim, factor) if factor > 1 else Shard(dim)
 
 
 def _tensor_parallel_spec(param: DTensor, fqn: str, axes: MeshAxes, dim: int) -> DTensorSpec:
@@ -229,7 +220,7 @@ def _tensor_parallel_spec(param: DTensor, fqn: str, axes: MeshAxes, dim: int) ->
             f"DTensor '{fqn}' and {axes.mesh.device_type} for FSDP"
         )
     mesh = torch_private.join_meshes([axes.mesh, inner.mesh])
-    shard = _strided(dim, inner.num_shards_map[dim])
+    shard = torch_private.strided_shard(dim, inner.num_shards_map[dim])
     placements = (*_data_parallel_placements(axes, shard), *inner.placements)
     return torch_private.make_spec(mesh, placements, param.shape, param.stride(), param.dtype)
 
@@ -242,45 +233,31 @@ def _spmd_spec(param: DTensor, fqn: str, axes: MeshAxes, dim: int) -> DTensorSpe
         raise ConfigError(
             f"Expected param's DTensor mesh to be the same mesh passed to fully_shard, but '{fqn}' is on {inner.mesh}"
         )
-    placements = list(inner.placements)
-    for role, axis_names in (("shard", names_of(dims.shard)), ("replicate", names_of(dims.replicate))):
-        for name in axis_names:
-            index = names.index(name)
-            if not isinstance(placements[index], Replicate):
-                raise ConfigError(
-                    f"Expected Replicate() on DP {role} dim '{name}' (index {index}) but got {placements[index]}"
-                )
-            if role == "shard":
-                placements[index] = _spmd_shard(inner, index, dim)
-    if len(names_of(dims.shard)) <= 1:
+    placements, shards, copies = list(inner.placements), names_of(dims.shard), names_of(dims.replicate)
+    for role, name in (*(("shard", name) for name in shards), *(("replicate", name) for name in copies)):
+        index = names.index(name)
+        if not isinstance(placements[index], Replicate):
+            raise ConfigError(
+                f"Expected Replicate() on DP {role} dim '{name}' (index {index}) but got {placements[index]}"
+            )
+        if role == "shard":
+            # Axes to the right cut first, so that this one cuts what is left of each of their parts.
+            right = zip(inner.mesh.shape[index + 1 :], inner.placements[index + 1 :], strict=True)
+            factor = math.prod(size for size, each in right if getattr(each, "dim", None) == dim)
+            placements[index] = torch_private.strided_shard(dim, factor)
+    if len(shards) <= 1:
         return torch_private.make_spec(inner.mesh, placements, param.shape, param.stride(), param.dtype)
-    return _flattened_spec(param, axes, names, placements)
-
-
-def _spmd_shard(inner: DTensorSpec, index: int, dim: int) -> Placement:
-    factor = 1
-    for right in range(index + 1, inner.mesh.ndim):
-        if getattr(inner.placements[right], "dim", None) == dim:
-            factor *= inner.mesh.size(right)
-    return _strided(dim, factor)
-
-
-def _flattened_spec(param: DTensor, axes: MeshAxes, names: tuple[str, ...], placements: list[Placement]) -> DTensorSpec:
     # Several shard axes act as one: in the parameter's mesh the flattened axis replaces the first of them.
-    dims, mesh = axes.dp_mesh_dims, torch_private.spec_of(param).mesh
-    assert dims is not None
-    meshes: list[DeviceMesh] = []
-    flat: list[Placement] = []
-    first = min(map(names.index, names_of(dims.shard)))
+    meshes, flat = list[DeviceMesh](), list[Placement]()
+    first = min(map(names.index, shards))
     for index, name in enumerate(names):
         if index == first:
             meshes.append(axes.mesh)
             flat += _data_parallel_placements(axes, placements[index])
-        elif name not in (*names_of(dims.shard), *names_of(dims.replicate)):
-            meshes.append(mesh[name])
+        elif name not in (*shards, *copies):
+            meshes.append(inner.mesh[name])
             flat.append(placements[index])
-    joined = torch_private.join_meshes(meshes)
-    return torch_private.make_spec(joined, flat, param.shape, param.stride(), param.dtype)
+    return torch_private.make_spec(torch_private.join_meshes(meshes), flat, param.shape, param.stride(), param.dtype)
 
 
 def sub_parameter(param: ShardedParam, cut: ChunkShard, local: torch.Tensor, axes: MeshAxes) -> nn.Parameter:
@@ -288,9 +265,8 @@ def sub_parameter(param: ShardedParam, cut: ChunkShard, local: torch.Tensor, axe
     # With tensor parallelism the two meshes need not have one parent mesh, and then cannot be joined.  So the spec has only the
     # data-parallel sharding, and the local tensor-parallel shape is its global shape.
     shape = torch.Size(cut.shape)
-    stride = torch.empty(shape, device="meta").stride()
     placements = _data_parallel_placements(axes, Replicate() if cut.is_whole else Shard(cut.dim))
-    spec = torch_private.make_spec(axes.mesh, placements, shape, stride, local.dtype)
+    spec = torch_private.make_spec(axes.mesh, placements, shape, row_major(cut.shape), local.dtype)
     sub = nn.Parameter(torch_private.dtensor_from_local(local, spec), requires_grad=param.sharded.requires_grad)
     torch_private.give_attributes(param.attributes, sub)
     return sub

@@ -1,9 +1,14 @@
-"""``FSDPModule``: the methods that sharding adds to a module."""
+"""``FSDPModule``: the methods that sharding adds to a module.
+
+The module changes its class, as with FSDP2, instead of being wrapped: its attributes, its paths in state dicts and its
+``isinstance`` stay.  Methods only set policies and settings, or tell the engine; what they set counts from the next forward or
+backward on. Source: FSDP2's ``FSDPModule`` (torch 2.13), whose methods these are, with their names and arguments.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -19,7 +24,7 @@ from shardwise.arguments import check_whole
 from shardwise.collectives.routes import CustomCollective, Transport, check_transport
 from shardwise.consistency.process_groups import group_of
 from shardwise.errors import ConfigError, StateError, UsageError, did_you_mean
-from shardwise.fsdp.attachment import Attachment, attachment_of, roots_to_come
+from shardwise.fsdp.attachment import ATTACHMENT, Attachment, attachment_of, roots_to_come
 from shardwise.fsdp.build import copy_module
 from shardwise.fsdp.compression_report import CompressionState, UnitCompression, report_of
 from shardwise.fsdp.divergence import ServeHook, refuse_manual
@@ -41,9 +46,7 @@ from shardwise.plan.schedule import UnitPolicy
 
 
 @contextmanager
-def policy(
-    module: nn.Module, *, recurse: bool = True, **changes: bool | int | float | None
-) -> Generator[None, None, None]:
+def policy(module: nn.Module, *, recurse: bool = True, **changes: bool | int | float | None) -> Generator[None]:
     """Replace fields of the policy of ``module``'s units; restore the old values at the end, also after an exception.
 
     Args:
@@ -66,9 +69,7 @@ def policy(
     attachments = _attachments_in(module, recurse)
     units = [unit for each in attachments for unit in each.units]
     if not units:
-        raise ConfigError(
-            f"{type(module).__name__} contains no sharded module; call fully_shard or replicate on it first"
-        )
+        raise ConfigError(f"{type(module).__name__} contains no sharded module; call fully_shard or replicate first")
     for each in attachments if "sync" in changes else ():
         each.asked_sync = None  # an explicit choice wins over ``require_backward_grad_sync``, which waits for a forward
     before = [unit.policy for unit in units]
@@ -121,12 +122,6 @@ def _all_states(attachment: Attachment) -> list[StateForTools]:
     return [StateForTools(attachment_of(next(iter(unit.modules)))) for unit in (engine.units if engine else ())]
 
 
-def _only_group(attachment: Attachment) -> StateForTools | None:
-    module: Any = next(iter(attachment.unit.modules))
-    unit = module._single_unit("_fsdp_param_group")
-    return StateForTools(unit) if unit.params else None
-
-
 def _kept_over(unit: Unit) -> object:
     """Return the axes over which parameters stay sharded after forward, None if they stay whole."""
     return unit.settings.sub_axes or (unit.settings.axes if unit.policy.reshard_after_forward else None)
@@ -140,7 +135,7 @@ _READ_BY_TOOLS: dict[str, Callable[[Any], object]] = {
     "_state_ctx": StateForTools,
     "all_states": _all_states,
     "_fsdp_param_groups": lambda attachment: [StateForTools(unit) for unit in attachment.units if unit.params],
-    "_fsdp_param_group": _only_group,
+    "_fsdp_param_group": lambda attachment: StateForTools(attachment.unit) if attachment.unit.params else None,
     "_root_post_backward_final_callback": lambda attachment: provisional_engine(attachment).end_step,
     # of a unit
     "fsdp_params": lambda unit: [*map(StateForTools, unit.params)],
@@ -166,7 +161,7 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Make the full parameters readable on the current stream and register them; a second call does nothing."""
-        units, self._units = self._units, ()
+        units, self._units = self._units, ()  # a second call finds none
         for unit in units:
             unit.wait()
             engine = engine_of(unit)
@@ -177,47 +172,16 @@ class UnshardHandle:
 class GradientReductionHandle:
     """Launched reductions whose gradients are not set yet."""
 
-    def __init__(self, engine: Engine | None = None, completion: object | None = None) -> None:
-        self._engine, self._completion = engine, completion
+    def __init__(self, complete: Callable[[], object] = bool) -> None:
+        self._complete = complete
 
     def wait(self) -> None:
         """Wait for the reductions and set the gradients; a second call does nothing.
 
         Raises: StateError if ``reset_iter_state`` has invalidated the handle.
         """
-        if self._engine is not None and self._completion is not None:
-            self._engine.complete(self._completion)
-        self._engine = self._completion = None
-
-
-# ---- Conversions (``Module.to`` and the like) of a sharded module: they convert the shards one by one.
-
-
-@contextmanager
-def converting(
-    own: Sequence[Unit], units: Iterable[Unit], fn: Callable[[torch.Tensor], torch.Tensor]
-) -> Generator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Yield the function to apply to the tensors of a module in place of ``fn``.
-
-    Args:
-        own: the module's own unit, and those beside it.
-        units: the units whose parameters its tree uses.
-    """
-    for unit in own:
-        unit.adopt_registered()
-    params = [param for unit in own for param in unit.params]
-    for param in params:
-        param.accumulator = None  # a conversion may swap the contents of two parameters, which torch refuses beside it
-    places = [at.setattr_module for unit in units for param in unit.params for at in param.registrations]
-    owners = dict.fromkeys(owner for ref in places if ref is not None and (owner := ref()) is not None)
-    waits = withdrawn(unit.earlier.waiting for unit in units)
-    try:
-        with waits, torch_private.convertible(owners, fn) as convert:
-            yield convert
-    finally:
-        for param in params:
-            param.hand_on_attributes()  # torch registers new parameters, which have none
-        refuse_gradients(params)
+        self._complete()
+        self._complete = bool
 
 
 # Mixed classes by original class and mixin, so that equal modules have equal classes; filled by mix_in alone.
@@ -270,19 +234,16 @@ class FSDPModule(_Base):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients as ``nn.Module`` does, also between forward and backward, when some units are unsharded."""
-        tables = {
-            id(torch_private.parameters_of(each)) for each in cast(nn.Module, self).modules()
-        }  # a unit may have others
-        for unit in self._units(recurse=True):
-            for param in unit.params if unit.has_copies else ():
-                if param.sharded.grad is None or tables.isdisjoint([id(at.parameters) for at in param.registrations]):
-                    continue
-                if set_to_none:
-                    param.sharded.grad = None
-                else:
-                    with torch.no_grad():  # not detach(): what waits for a backward with sync is dropped by zero_ alone
-                        param.sharded.grad.zero_()
         super().zero_grad(set_to_none)
+        registered = {id(each) for each in self.parameters()}  # a unit may have modules beside this one
+        for param in [param for unit in self._units(True) if unit.has_copies for param in unit.params]:
+            if registered.isdisjoint((id(param.full), id(param.registered_form))):
+                continue
+            if set_to_none:
+                param.sharded.grad = None
+            elif param.sharded.grad is not None:
+                with torch.no_grad():  # not detach(): what waits for a backward with sync is dropped by zero_ alone
+                    param.sharded.grad.zero_()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
         """Load shards, as ``nn.Module`` does.  Raises: StateError for full tensors, which :func:`shardwise.load` takes."""
@@ -312,13 +273,10 @@ class FSDPModule(_Base):
         """
         attachment = self._attachment()
         provisional_engine(attachment)
-        for unit in attachment.units:
+        for unit in attachment.units:  # all are launched before the first is waited for
             unit.unshard()
         handle = UnshardHandle(attachment.units)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        return handle if async_op else handle.wait()
 
     def reshard(self) -> None:
         """Free this module's own full parameters and register the shards."""
@@ -331,8 +289,7 @@ class FSDPModule(_Base):
         After an exception shardwise does so by itself; an interrupt (``KeyboardInterrupt``) of a forward needs this call.
         Raises: StateError if this is not the root module.
         """
-        engine = engine_of(self._root("reset_iter_state").unit)
-        if engine is not None:
+        if (engine := engine_of(self._root("reset_iter_state").unit)) is not None:
             engine.forget_step()
 
     def release_memory(self) -> None:
@@ -340,8 +297,7 @@ class FSDPModule(_Base):
 
         Unsharded parameters that are in use stay.
         """
-        engine = engine_of(self._attachment().unit)
-        if engine is not None:
+        if (engine := engine_of(self._unit())) is not None:
             engine.comm_ctx.pool.trim()
 
     # ---- compression ----
@@ -367,10 +323,8 @@ class FSDPModule(_Base):
 
         Raises: ConfigError for another name.
         """
-        unit = self._attachment().unit
-        wanted = unit.settings.transport = check_transport(transport)
-        engine = engine_of(unit)
-        if engine is not None:
+        wanted = self._unit().settings.transport = check_transport(transport)
+        if (engine := engine_of(self._unit())) is not None:
             engine.comm_ctx.transport = wanted
             bind_units(engine)
 
@@ -389,6 +343,7 @@ class FSDPModule(_Base):
         """
         attachment = self._root("set_allow_rank_divergence")
         attachment.unit.settings.may_diverge = enabled
+        # A rank that has run no forward yet is served, too, so those that may run one are known from here on.
         roots_to_come.pop(attachment, None)
         if enabled and not attachment.is_root:
             roots_to_come[attachment] = None
@@ -409,10 +364,12 @@ class FSDPModule(_Base):
         """
         attachment = self._attachment()
         attachment.unit.settings.may_diverge = True
+        # ``Join`` exchanges messages right after this call, so the group for them has to be there.
         engine = live_engine(attachment)
         set_divergence(engine, True)
-        by_all = kwargs.get("divide_by_initial_world_size", True)
-        return ServeHook(cast(nn.Module, self), engine.divergence, by_all)
+        if engine.divergence is None:
+            return JoinHook()  # there is no other rank
+        return ServeHook(self, engine.divergence, kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
@@ -423,9 +380,8 @@ class FSDPModule(_Base):
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """The ranks of the model, in a group of its own, so that ``Join`` does not receive what user code sends."""
-        divergence, world = self._engine().divergence, dist.group.WORLD
-        assert world is not None
-        return world if divergence is None else divergence.group
+        divergence = self._engine().divergence
+        return cast(dist.ProcessGroup, dist.group.WORLD) if divergence is None else divergence.group
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last of the step; only the last one waits for pending reductions."""
@@ -469,19 +425,16 @@ class FSDPModule(_Base):
         if self._attachment().is_root is None:
             return GradientReductionHandle() if async_op else None
         engine = provisional_engine(self._root("finalize_backward"))
-        handle = GradientReductionHandle(engine, engine.launch_rest())
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        completion = engine.launch_rest()
+        handle = GradientReductionHandle(bool if completion is None else partial(engine.complete, completion))
+        return handle if async_op else handle.wait()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients; False accumulates them, unsharded and unsynced, for a later backward."""
-        engine = engine_of(self._unit())
-        if engine is not None and not requires_gradient_sync:
+        if (engine := engine_of(self._unit())) is not None and not requires_gradient_sync:
             engine.hold_assigned()
         for each in _attachments_in(self, recurse):
-            each.asked_sync = None
+            each.asked_sync = None  # this call is the newer choice
         self._replace_policies(recurse, sync=requires_gradient_sync, syncs_replicas=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -493,7 +446,7 @@ class FSDPModule(_Base):
         if not isinstance(reshard_after_forward, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for unit in self._units(recurse):
-            unit.settings.keeps_for_backward = False
+            unit.settings.keeps_for_backward = False  # the user has said it now: also a root is resharded, or never
         self._replace_policies(recurse, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -530,9 +483,7 @@ class FSDPModule(_Base):
             )
         self._replace_policies(False, divide_factor=float(factor))
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Do the same as :meth:`set_gradient_divide_factor`; torch's older name of that method."""
-        self.set_gradient_divide_factor(factor)
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor  # torch's older name
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Use only sums in collectives, and divide in separate kernels."""
@@ -613,6 +564,7 @@ class FSDPModule(_Base):
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Run reduce-scatters on a separate process group, concurrently with all-gathers; call it on every rank of the mesh."""
+        # NCCL runs the collectives of one group one after the other, also on several streams.
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for unit in self._units(recurse):
             axes = unit.settings.axes
@@ -651,9 +603,7 @@ class FSDPModule(_Base):
     # ---- plumbing ----
 
     def _attachment(self) -> Attachment:
-        attachment = attachment_of(cast(nn.Module, self))
-        assert attachment is not None
-        return attachment
+        return self.__dict__[ATTACHMENT]
 
     def _unit(self) -> Unit:
         return self._attachment().unit
@@ -689,10 +639,25 @@ class FSDPModule(_Base):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         # Module.to and the like convert the shards; they are packed again at the next unshard.
         self.reshard()
-        units = {owner for unit in self._units(recurse=True) for owner in (unit, *unit.others)}
-        with converting(self._attachment().units, units, fn) as convert:
-            convert = materializing(convert, self._attachment())
-            return torch_private.apply_to_tensors(self, convert, *args, after=FSDPModule, **kwargs)
+        # Owners of tied parameters are converted in their own modules; their gradients that wait are withdrawn here as well.
+        own, units = self._attachment().units, {each for unit in self._units(True) for each in (unit, *unit.others)}
+        for unit in own:
+            unit.adopt_registered()
+        params = [param for unit in own for param in unit.params]
+        for param in params:
+            # A conversion may swap the contents of two parameters, which torch refuses while there is an accumulator.
+            param.accumulator = None
+        places = [at.setattr_module for unit in units for param in unit.params for at in param.registrations]
+        owners = dict.fromkeys(owner for ref in places if ref is not None and (owner := ref()) is not None)
+        try:
+            waits = withdrawn(unit.earlier.waiting for unit in units)
+            with waits, torch_private.convertible(owners, fn) as convert:
+                convert = materializing(convert, self._attachment())
+                return torch_private.apply_to_tensors(self, convert, *args, after=FSDPModule, **kwargs)
+        finally:
+            for param in params:
+                param.hand_on_attributes()  # torch registers new parameters, which have none
+            refuse_gradients(params)
 
 
 Joinable.register(FSDPModule)

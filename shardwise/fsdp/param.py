@@ -1,4 +1,9 @@
-"""A sharded parameter: its forms (sharded, full, sharded on a smaller mesh), and the places where modules register it."""
+"""A sharded parameter: its forms (sharded, full, sharded on a smaller mesh), and the places where modules register it.
+
+Modules read parameters from a dict, autograd and optimizers hold the objects, and user code may put others there between any
+two lines of it.  So each form is one object for as long as the parameter lives, and what is registered is compared with what
+shardwise has put there.  Source: FSDP2's ``FSDPParam``; the places are those of ``torch.nn.utils.stateless``.
+"""
 
 from __future__ import annotations
 
@@ -46,16 +51,19 @@ class Registration:
         follows = type(module).__setattr__ is not nn.Module.__setattr__
         return cls(torch_private.parameters_of(module), name, weakref.ref(module) if follows else None)
 
+    @property
+    def current(self) -> nn.Parameter | None:
+        """What is registered here now."""
+        return self.parameters.get(self.name)
+
     def put(self, parameter: nn.Parameter) -> None:
         """Register ``parameter`` here.  The hot path inlines this and calls :meth:`call_setattr` only where needed."""
         self.parameters[self.name] = parameter
-        if self.setattr_module is not None:
-            self.call_setattr(parameter)
+        self.call_setattr(parameter)
 
     def call_setattr(self, parameter: nn.Parameter) -> None:
         """Call the module's own ``__setattr__`` with ``parameter``, which is registered here now."""
-        module = self.setattr_module() if self.setattr_module is not None else None
-        if module is not None:
+        if self.setattr_module is not None and (module := self.setattr_module()) is not None:
             setattr(module, self.name, parameter)
 
 
@@ -73,16 +81,11 @@ def manager_of(param: nn.Parameter | None) -> ShardedParam | None:
     return found if is_its else None
 
 
-def _have_same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
-    mine, other = torch_private.local_of(first).detach(), torch_private.local_of(second).detach()
-    return mine.is_meta or other.is_meta or (mine.dtype is other.dtype and torch.equal(mine, other))
-
-
 class _Probe(torch.autograd.Function):
-    """A function of leaves whose node leads to their accumulators."""
+    """A function whose node leads to the accumulator of a leaf, also of a DTensor that has no ``view_as`` (uneven shards)."""
 
     @staticmethod
-    def forward(ctx: Any, *leaves: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
         return torch.empty((), device="cpu")
 
 
@@ -138,6 +141,8 @@ class ShardedParam:
     inner_spec: DTensorSpec | None
     sharded: nn.Parameter
     shard_shape: tuple[int, ...]
+    # All that follows is written on the thread that runs user code, outside of a pass or by the forward or backward that runs:
+    # autograd's threads run one backward at a time, and no forward then.
     full: nn.Parameter | None = None
     subsharded: nn.Parameter | None = None
     sub_seen: tuple[int, bool] = (0, True)
@@ -152,6 +157,7 @@ class ShardedParam:
     keeps_dtype: bool = False
     module: Callable[[], nn.Module | None] = field(default=_nothing)
     original: Callable[[], nn.Parameter | None] = field(default=_nothing)
+    # Two samples, not the values: the first forward compares them between ranks, and they are dropped.
     beginning: tuple[torch.Tensor, torch.Tensor] | None = None
     memory: Extent | None = None
     storage: int = 0
@@ -170,7 +176,7 @@ class ShardedParam:
     @property
     def dtype(self) -> torch.dtype:
         """The parameter's own dtype."""
-        return torch_private.local_of(self.sharded).dtype
+        return self.local.dtype
 
     def dtype_of_full(self, precision: MixedPrecisionPolicy) -> torch.dtype:
         """Return the dtype in which the parameter is all-gathered and used."""
@@ -195,10 +201,9 @@ class ShardedParam:
         """Make ``local``, of the same values, the local tensor of the shard; the version stays."""
         before = self.version
         torch_private.set_local(self.sharded, local)
-        self.set_version(before)
+        self._count_from(before)
 
-    def set_version(self, version: int) -> None:
-        """Continue counting from ``version`` with a new local tensor."""
+    def _count_from(self, version: int) -> None:
         self.version_base += version - self.version
         if self.local is not self.sharded:
             self.counted = weakref.ref(self.local)
@@ -209,18 +214,13 @@ class ShardedParam:
         The version increases, so that a backward that needs the old values raises: they are gone.
         """
         if self.local is not self.sharded and self.local is not self.counted():
-            self.set_version(self.last_version + 1)
+            self._count_from(self.last_version + 1)
 
     def register(self, parameter: nn.Parameter) -> None:
         """Register ``parameter``, one of the forms, at every place."""
         self.registered_form = parameter
         for registration in self.registrations:
             registration.put(parameter)
-
-    @property
-    def registered(self) -> nn.Parameter | None:
-        """What is registered at the first place, perhaps by user code."""
-        return self.registrations[0].parameters.get(self.registrations[0].name)
 
     def is_own(self, current: nn.Parameter | None) -> bool:
         """Return True if ``current`` is one of this parameter's forms, not a parameter from user code."""
@@ -230,7 +230,7 @@ class ShardedParam:
     def check_places(self, is_in_tree: Callable[[dict[str, nn.Parameter | None]], bool] = lambda _: True) -> None:
         """Raise StateError if a module has no parameter of this name any more; of modules for whose dict ``is_in_tree``."""
         for registration in self.registrations:
-            if registration.parameters.get(registration.name) is None and is_in_tree(registration.parameters):
+            if registration.current is None and is_in_tree(registration.parameters):
                 raise StateError(
                     f"{self.fqn} was removed from its module or set to None, as torch.nn.utils.parametrize, weight_norm and "
                     "prune do. Call them, and remove parameters, before fully_shard (or replicate)"
@@ -259,28 +259,26 @@ class ShardedParam:
 
         Raises: StateError if only some of the places have another parameter.
         """
-        first, *others = [registration.parameters.get(registration.name) for registration in self.registrations]
-        if all(other is first for other in others):
-            return
         self.check_places()
-        mine = (self.sharded, self.full, self.subsharded)
-        is_old = [any(each is form for form in mine) for each in (first, *others)]
-        if any(is_old) and not all(is_old):
+        first, *others = found = [each for at in self.registrations if (each := at.current) is not None]
+        is_old = [*map(self.is_own, found)]
+        if all(is_old) or all(other is first for other in others):
+            return
+        if any(is_old):
             raise StateError(
                 f"{self.fqn} is shared by {len(self.registrations)} places, and only some of them were given another "
                 "parameter. Register the same one in all (module.weight = other.weight), or build two before sharding"
             )
-        if first is not None and not any(is_old):
-            others = [other for other in others if other is not None and other is not first]
-            if not all(_have_same_values(first, other) for other in others):
-                _logger.warning(
-                    "%s is shared by %d places, which were given parameters of different values: it stays shared, with those "
-                    "of the first. Tie them yourself (module.weight = other.weight) after to_empty() or assign=True",
-                    self.fqn,
-                    len(self.registrations),
-                )
-            for registration in self.registrations[1:]:
-                registration.put(first)
+        mine, *rest = [torch_private.local_of(each).detach() for each in found]
+        have_values = not any(each.is_meta for each in (mine, *rest))
+        if have_values and not all(mine.dtype is each.dtype and torch.equal(mine, each) for each in rest):
+            _logger.warning(
+                "%s is shared by %d places, which were given parameters of different values: it stays shared, with those "
+                "of the first. Tie them yourself (module.weight = other.weight) after to_empty() or assign=True",
+                *(self.fqn, len(found)),
+            )
+        for registration in self.registrations[1:]:
+            registration.put(first)
 
     def adopt_registered(self) -> None:
         """Make the parameter that is registered at the first place the sharded one; user code may have replaced it.
@@ -288,17 +286,17 @@ class ShardedParam:
         Raises: ConfigError if it is a tensor but no parameter (``torch.func.functional_call`` registers those), or has a
         ``grad_dtype``; StateError if there is none any more.
         """
-        current = self.registered
+        current = self.registrations[0].current
         if current is None:
             self.check_places()
         elif current is not self.full and current is not self.subsharded:
-            if current is not self.sharded and not isinstance(current, nn.Parameter):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise ConfigError(
-                    f"{self.fqn}: a {type(current).__name__} that is no Parameter is registered in its place, as "
-                    "torch.func.functional_call does. Call the plain module with it, or copy_ the values into the shards"
-                )
             if current is not self.sharded:
-                _managed.pop(id(self.sharded), None)
+                if not isinstance(current, nn.Parameter):  # pyright: ignore[reportUnnecessaryIsInstance]
+                    raise ConfigError(
+                        f"{self.fqn}: a {type(current).__name__} that is no Parameter is registered in its place, as "
+                        "torch.func.functional_call does. Call the plain module with it, or copy_ the values into the shards"
+                    )
+                _managed.pop(id(self.sharded), None)  # its id may become another parameter's
                 self.manage(current)
             self.sharded = self.registered_form = current
             self.hand_on_attributes()
@@ -307,23 +305,20 @@ class ShardedParam:
 
     def hand_on_attributes(self) -> None:
         """Give the registered parameters the attributes that users have set on this one."""
-        for registration in self.registrations:
-            current = registration.parameters.get(registration.name)
+        for current in [at.current for at in self.registrations]:
             if current is not None and vars(current) is not self.attributes:
                 torch_private.give_attributes(self.attributes, current)
 
 
 def refuse_gradients(params: Iterable[ShardedParam]) -> None:
     """Make backward raise StateError where a loss has read one of the shards: no unit would average that gradient."""
-    found = [each for each in params if isinstance(each.sharded, DTensor) and each.sharded.requires_grad]
-    due = [each for each in found if each.accumulator is None or each.accumulator.variable is not each.sharded]
-    if not due:
-        return
-    with torch.enable_grad():
-        accumulators: Any = _Probe.apply(*[each.sharded for each in due]).grad_fn.next_functions
-    for param, (accumulator, _) in zip(due, accumulators, strict=True):
-        param.accumulator = accumulator
-        accumulator.register_prehook(functools.partial(_refuse, weakref.ref(param)))
+    # A hook of the tensor would also run for ``torch.autograd.grad``, and stand among those of users.
+    for param in [each for each in params if isinstance(each.sharded, DTensor) and each.sharded.requires_grad]:
+        if param.accumulator is None or param.accumulator.variable is not param.sharded:
+            with torch.enable_grad():
+                probed: Any = _Probe.apply(param.sharded)
+            param.accumulator = probed.grad_fn.next_functions[0][0]
+            param.accumulator.register_prehook(functools.partial(_refuse, weakref.ref(param)))
 
 
 def _refuse(ref: weakref.ref[ShardedParam], _: object) -> None:

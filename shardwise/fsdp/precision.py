@@ -1,4 +1,8 @@
-"""The dtypes of a unit (mixed precision), and the device of its shards (offloading)."""
+"""The dtypes of a unit (mixed precision), and the device of its shards (offloading).
+
+``torch.autocast`` casts each use; here the all-gather casts, once and before it sends, so that half the bytes travel and no
+second copy of a weight stays.  Source: FSDP2's policies, whose objects are accepted as they are.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +51,7 @@ class MixedPrecisionPolicy:
             is_dtype = isinstance(value, torch.dtype) and (value.is_floating_point or value.is_complex)
             if value is not None and not is_dtype:
                 raise ArgumentTypeError(
-                    f"mp_policy: {name} is {value!r}; expected None or a floating-point dtype, such as torch.bfloat16"
+                    f"mp_policy: {name} is {value!r}; expected None or a floating dtype, as torch.bfloat16"
                 )
 
 
@@ -74,6 +78,7 @@ def precision_from(policy: object) -> MixedPrecisionPolicy:
         return policy
     names = [each.name for each in fields(MixedPrecisionPolicy)]
     found = [name for name in names if hasattr(policy, name)]
+    # By attributes and not by class: torch's module of FSDP2 is not imported (``tests/test_architecture.py``).
     if not {*names} - {*found} <= {"param_dtype_override_fn"}:  # torch has that from 2.15 on
         raise ArgumentTypeError(
             f"mp_policy is {policy!r}; expected a MixedPrecisionPolicy with {names}, such as "
@@ -106,8 +111,9 @@ def keeps_dtype(policy: MixedPrecisionPolicy, param: nn.Parameter, fqn: str) -> 
     wanted = None if ask is None else ask(param)
     if wanted not in (None, policy.param_dtype, param.dtype):
         raise ConfigError(
-            f"param_dtype_override_fn returned {wanted} for {fqn}; expected None, {policy.param_dtype} or {param.dtype}"
+            f"param_dtype_override_fn returned {wanted} for {fqn}, not None, {policy.param_dtype} or {param.dtype}"
         )
+    # None is no answer: such a parameter follows the policy, also if that is its own dtype.
     return wanted is param.dtype and wanted is not policy.param_dtype
 
 

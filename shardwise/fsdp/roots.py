@@ -1,19 +1,25 @@
-"""Roots: the module that runs the first forward becomes the root, and owns the engine of all units below it."""
+"""Roots: the module that runs the first forward becomes the root, and owns the engine of all units below it.
+
+``fully_shard`` is called on inner modules first, and cannot know which call is the last.  So nothing is decided until a
+forward runs: then the outermost module that it enters is the root, as with FSDP2's lazy initialization.  Before, a call that
+needs streams and buffers (``unshard``) gets a provisional engine, and an evaluation of one rank one that asks no other rank.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DeviceMesh
 
 from shardwise.collectives.c10d import GroupCommunicator
 from shardwise.collectives.compressed import Coding, CompressedCommunicator
 from shardwise.collectives.routes import (
-    CustomCollectives,
     LinkProvider,
     LinkUsers,
     Transport,
@@ -52,26 +58,25 @@ def new_engine(units: list[Unit], is_alone: bool = False) -> Engine:
     for unit in units:
         unit.ensure_packed()  # parameters that user code has tied since leave their units
     device = next((unit.settings.storage.device for unit in units if unit.params), torch.device("cpu"))
-    wanted: list[Transport] = [unit.settings.transport for unit in units if unit.settings.transport is not None]
-    engine = Engine(CommContext.on(device, wanted[0] if wanted else default_transport()))
+    asked: list[Transport] = [unit.settings.transport for unit in units if unit.settings.transport is not None]
+    engine = Engine(CommContext.on(device, asked[0] if asked else default_transport()))
     engine.adopt(units)
-    engine.exec_order.mismatch_check = mismatch_check = None if is_alone else _mismatch_check(units, device)
-    if mismatch_check is not None:
-        # A name that all ranks share; the track's own number counts the engines of this process only.
-        track = engine.exec_order.track
-        track.name, track.is_of_several = mismatch_check.topic, True
     set_limits(engine)
     if is_alone:
         _alone.add(engine)
+    elif (check := _mismatch_check(units, device)) is not None:
+        engine.exec_order.mismatch_check = check
+        # A name that all ranks share; the track's own number counts the engines of this process only.
+        engine.exec_order.track.name, engine.exec_order.track.is_of_several = check.topic, True
     bind_units(engine)
-    if mismatch_check is not None and device.type != "cpu":
-        watch_device(device)
-        engine.exec_order.compare_parameters()  # kernels of a gather whose sizes differ between ranks hang
-    asked = [(number, unit.settings.compression) for number, unit in enumerate(units)]
-    policies = [f"unit {number}: {compression.policy}" for number, compression in asked if compression]
-    if mismatch_check is not None and policies:
-        mismatch_check.check_facts("compression policies", policies)
-    set_divergence(engine, bool(units) and units[0].settings.may_diverge)
+    if (check := engine.exec_order.mismatch_check) is not None:
+        if device.type != "cpu":
+            watch_device(device)
+            engine.exec_order.compare_parameters()  # kernels of a gather whose sizes differ between ranks hang
+        coded = [(number, unit.settings.compression) for number, unit in enumerate(units)]
+        if policies := [f"unit {number}: {compression.policy}" for number, compression in coded if compression]:
+            check.check_facts("compression policies", policies)
+        set_divergence(engine, units[0].settings.may_diverge)
     return engine
 
 
@@ -83,6 +88,7 @@ def set_divergence(engine: Engine, is_allowed: bool) -> None:
     check.check_facts("set_allow_rank_divergence", [f"set_allow_rank_divergence({is_allowed})"])
     if is_allowed is (engine.divergence is not None):
         return
+    # A collective of all ranks has just ended, so no rank is in a pass and the same is changed on all.
     for unit in engine.units:
         unit.engine_side.diverges, unit.engine_side.schedule = is_allowed, None
         unit.reshard()  # ranks that took different ways differ in what is full, and in what their last forwards have shown
@@ -93,25 +99,22 @@ def set_divergence(engine: Engine, is_allowed: bool) -> None:
     if not is_allowed:
         return
     refuse_manual(engine.manual.is_on)
-    group = _groups.get(engine)
-    if group is None:
-        group = _groups[engine] = group_of(check.members, "gloo")
+    group = _groups[engine] = _groups.get(engine) or group_of(check.members, "gloo")
     diverging[engine] = None
     engine.divergence = Divergence(engine, group)
 
 
 def set_limits(engine: Engine) -> None:
     """Set how many reduce-scatter inputs may be allocated at once, the most that a unit allows, and the prefetch budget."""
-    num_bytes = engine.units[0].settings.ahead_bytes if engine.units else None
-    engine.reductions.max_inputs = max((unit.settings.max_reductions for unit in engine.units), default=1)
+    num_bytes = engine.units[0].settings.ahead_bytes
+    engine.reductions.max_inputs = max(unit.settings.max_reductions for unit in engine.units)
     engine.exec_order.budget = PrefetchBudget(num_bytes=num_bytes, max_reductions=engine.reductions.max_inputs)
 
 
 def _mismatch_check(units: list[Unit], device: torch.device) -> MismatchCheck | None:
     meshes = [unit.settings.axes.mesh for unit in units if unit.params]
-    largest = max(meshes, key=lambda mesh: mesh.size(), default=None)
-    store = None if largest is None or largest.size() == 1 else default_store()
-    if largest is None or store is None:
+    largest, store = max(meshes, key=DeviceMesh.size, default=None), default_store()
+    if largest is None or largest.size() == 1 or store is None:
         return None
     ranks = tuple(largest.mesh.flatten().tolist())
     timeout_s = patience_s(largest.get_group(0), device)
@@ -123,40 +126,35 @@ def _mismatch_check(units: list[Unit], device: torch.device) -> MismatchCheck | 
 
 def communicators(unit: Unit, comm_ctx: CommContext) -> UnitComm:
     """Return the communicators of ``unit`` for its settings, on the streams and buffer pool of ``comm_ctx``."""
-    asked, streams = unit.settings, comm_ctx.streams
+    asked, streams, pool = unit.settings, comm_ctx.streams, comm_ctx.pool
     axes, compression = asked.axes, asked.compression
 
-    def over(
-        process_group: dist.ProcessGroup,
-        stream: SideStream,
-        coding: Coding | None = None,
-        fetch: SideStream | None = None,
-        custom: CustomCollectives = asked.custom,
-    ) -> GroupCommunicator:
-        pool = comm_ctx.pool
+    def over(group: dist.ProcessGroup, stream: SideStream, coding: Coding | None, **options: Any) -> GroupCommunicator:
+        options = {"custom": asked.custom, **options}
         if coding is not None and compression is not None:
-            return CompressedCommunicator(compression, process_group, stream, pool, custom, fetch)
-        return GroupCommunicator(process_group, stream, pool, comm_ctx.pass_tracker, custom, fetch)
+            return CompressedCommunicator(compression, group, stream, pool, **options)
+        return GroupCommunicator(group, stream, pool, comm_ctx.pass_tracker, **options)
 
     has_replicas = axes.num_replicas > 1
     shards = reduce = replicas = sub = None
     if unit.memory.is_collective and axes.shard_mesh_dim is not None:
         process_group = axes.mesh.get_group(axes.shard_mesh_dim)
         fetch = streams.fetch if asked.storage.is_offloaded else None
-        shards = over(process_group, streams.gather, unit.gather_coding, fetch)
-        coding = None if has_replicas else unit.reduce_coding
+        shards = over(process_group, streams.gather, unit.gather_coding, fetch=fetch)
+        coding = None if has_replicas else unit.reduce_coding  # with replicas only what goes between them is compressed
         reduce = over(asked.custom.reduce_group or process_group, streams.reduce, coding)
     if has_replicas:
         replicas = over(axes.mesh.get_group(axes.replicate_mesh_dim), streams.replicas, unit.reduce_coding)
     if (smaller := asked.sub_axes) is not None:
         process_group = smaller.mesh.get_group(smaller.shard_mesh_dim)
-        sub = over(process_group, streams.gather, custom=replace(asked.custom, all_gather=None))
+        # Custom gathers are written for the mesh of the unit; the smaller mesh is the engine's own.
+        sub = over(process_group, streams.gather, None, custom=replace(asked.custom, all_gather=None))
     if (sums := asked.sums) is not None:
         if reduce is None and replicas is None:  # one rank sums its microbatches in the same order
-            replicas = over(axes.mesh.get_group(0), streams.replicas)
+            replicas = over(axes.mesh.get_group(0), streams.replicas, None)
         passes = comm_ctx.pass_tracker
         reduce, replicas = (None if way is None else sums.communicator(way, passes) for way in (reduce, replicas))
-    return UnitComm(shards, reduce, replicas, comm_ctx.pool, streams, sub)
+    return UnitComm(shards, reduce, replicas, pool, streams, sub)
 
 
 def bind_units(engine: Engine) -> None:
@@ -164,30 +162,23 @@ def bind_units(engine: Engine) -> None:
     users: dict[tuple[dist.ProcessGroup, LinkProvider], LinkUsers] = {}
     comm_ctx = engine.comm_ctx
     for unit in engine.units:
-        comm = communicators(unit, comm_ctx)
+        comm, storage = communicators(unit, comm_ctx), unit.settings.storage
         unit.bind(comm)
         ways = [(comm.shards, "gathers"), (comm.reduce, "reduces"), (comm.replicas, "sums")]
-        for way, kind in ways if unit.settings.sums is None else [*ways, (comm.replicas, "reduces")]:
-            if (found := _linked(unit, way)) is not None:
-                getattr(users.setdefault(found, LinkUsers()), kind).append(unit)
+        ways += [] if unit.settings.sums is None else [(comm.replicas, "reduces")]
+        for way, kind in ways if unit.params else ():
+            if way is not None and not isinstance(way, CompressedCommunicator):  # a link sends elements as they are
+                provider = provider_of(way.group, (storage.device, storage.storage_device))
+                if provider is not None:
+                    getattr(users.setdefault((way.group, provider), LinkUsers()), kind).append(unit)
     for (process_group, provider), its in users.items() if engine not in _alone else ():
         name = process_group.group_name
         link = comm_ctx.links.get(name)
         if link is None or not link.is_for(its, comm_ctx.transport):
             timeout_s = patience_s(process_group, comm_ctx.device)
-            link = comm_ctx.links[name] = provider.make(
-                process_group, its, comm_ctx.transport, comm_ctx.pool, timeout_s
-            )
+            transport, pool = comm_ctx.transport, comm_ctx.pool
+            link = comm_ctx.links[name] = provider.make(process_group, its, transport, pool, timeout_s)
             comm_ctx.pass_tracker.register(process_group, link.prepare)
-
-
-def _linked(unit: Unit, way: GroupCommunicator | None) -> tuple[dist.ProcessGroup, LinkProvider] | None:
-    """Return the process group of ``way`` and the provider of its links; None if ``unit`` cannot use a link there."""
-    if way is None or isinstance(way, CompressedCommunicator) or not unit.params:
-        return None
-    storage = unit.settings.storage
-    provider = provider_of(way.group, (storage.device, storage.storage_device))
-    return None if provider is None else (way.group, provider)
 
 
 def may_share_memory(unit: Unit) -> bool:
@@ -226,13 +217,18 @@ def provisional_engine(attachment: Attachment) -> Engine:
 
 
 def _become_root(attachment: Attachment, may_be_alone: bool) -> Engine:
-    modules = list(attachment.unit.modules)
-    if len(modules) > 1:
-        raise StateError(f"FSDP requires a single root module but got {tuple(modules)}")
-    root = modules[0]
+    root, *others = attachment.unit.modules
+    if others:
+        raise StateError(f"FSDP requires a single root module but got {(root, *others)}")
+    names = names_of_units(root)
     below = [each for module in root.modules() if (each := attachment_of(module)) is not None]
     attachments = list(dict.fromkeys([attachment, *below]))
-    _name_units(root, attachments)  # first, since errors name units
+    units = [unit for each in attachments for unit in each.units]
+    paths = {id(param): name for name, param in root.named_parameters()}
+    for unit in units:  # first, since errors name units
+        unit.name = names.get(unit, "")
+        for param in unit.params:
+            param.fqn = paths.get(id(param.sharded), param.fqn)
     for inner in attachments[1:]:
         is_manual = inner.engine is not None and inner.engine.manual.is_on
         if inner.unit.settings.may_diverge or is_manual:
@@ -248,7 +244,6 @@ def _become_root(attachment: Attachment, may_be_alone: bool) -> Engine:
     # Backward reads the parameters of the root next, so freeing them after its forward would save nothing.
     for unit in attachment.units if attachment.unit.settings.keeps_for_backward else ():
         unit.policy = replace(unit.policy, reshard_after_forward=False)
-    units = [unit for each in attachments for unit in each.units]
     is_alone = may_be_alone and not any(unit.memory.is_collective for unit in units)
     for_gradients = [unit.engine_side.heard_by for unit in units]
     engine = new_engine(units, is_alone)
@@ -256,6 +251,7 @@ def _become_root(attachment: Attachment, may_be_alone: bool) -> Engine:
         engine.checks = make(root, attachments, engine)
     for unit in engine.units:
         unit.engine_side.checks = weakref.proxy(engine.checks)  # which know modules of the tree, and those own the unit
+    # What the user has told provisional engines holds for the root's.
     for inner in attachments:
         if inner.engine is not None:
             engine.is_last_backward &= inner.engine.is_last_backward
@@ -272,16 +268,6 @@ def _become_root(attachment: Attachment, may_be_alone: bool) -> Engine:
     attachment.is_root, attachment.engine = True, engine
     roots_to_come.pop(attachment, None)
     return engine
-
-
-def _name_units(root: nn.Module, attachments: Sequence[Attachment]) -> None:
-    names = names_of_units(root)
-    paths = {id(param): name for name, param in root.named_parameters()}
-    for each in attachments:
-        for unit in each.units:
-            unit.name = names.get(unit, "")
-            for param in unit.params:
-                param.fqn = paths.get(id(param.sharded), param.fqn)
 
 
 def serve_others(params: Sequence[torch.Tensor]) -> None:

@@ -1,9 +1,14 @@
-"""``shard_model``: ``fully_shard`` with automatically chosen units."""
+"""``shard_model``: ``fully_shard`` with automatically chosen units.
+
+One unit for the whole model gathers all of it at once; one per layer sends hundreds of small messages.  Users of FSDP wrap the
+repeated blocks, by hand or by a list of classes (``transformer_auto_wrap_policy`` of FSDP1); here blocks are found as what
+repeats.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
@@ -42,6 +47,7 @@ def families_of(model: nn.Module, ignored: frozenset[int]) -> Iterator[tuple[Chi
         path, parent = todo.pop()
         pairs: list[tuple[Child, nn.Module]] = []
         for name, module in parent.named_children():
+            # A module that two parents share, or one without parameters, makes no block.
             if id(module) in seen or all(id(param) in ignored for param in module.parameters()):
                 continue
             seen.add(id(module))
@@ -69,13 +75,15 @@ def _describe(path: str, module: nn.Module, parent: nn.Module) -> Child:
     can_be_unit = not is_list and (is_listed or any(True for _ in module.children()))
     # A first layer often has one parameter more, but is a block of the same class.
     kind_of_block = kind if is_listed else None
-    return Child(path, (kind, _structure(inner)), 0, attachment_of(module) is not None, can_be_unit, kind_of_block)
+    named = inner.named_parameters(remove_duplicate=False)
+    structure = tuple((name, tuple(param.shape), param.dtype) for name, param in named)
+    return Child(path, (kind, structure), 0, attachment_of(module) is not None, can_be_unit, kind_of_block)
 
 
 def _weighed(child: Child, module: nn.Module, counted: set[int]) -> Child:
-    own = {id(param): param for param in _own_parameters(module) if id(param) not in counted and not child.is_explicit}
-    counted.update(own)
-    return replace(child, num_bytes=sum(map(_num_bytes, own.values())))
+    own = {id(param): _num_bytes(param) for param in _own_parameters(module) if id(param) not in counted}
+    counted.update({} if child.is_explicit else own)
+    return child if child.is_explicit else replace(child, num_bytes=sum(own.values()))
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -102,11 +110,6 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def _structure(module: nn.Module) -> Hashable:
-    named = module.named_parameters(remove_duplicate=False)
-    return tuple((name, tuple(param.shape), param.dtype) for name, param in named)
-
-
 @runtime_checkable
 class MemoryPolicy(Protocol):
     """Makes a step of a model fit into memory; :class:`shardwise.MemoryLimit` is one."""
@@ -115,7 +118,6 @@ class MemoryPolicy(Protocol):
         self, model: nn.Module, mesh: DeviceMesh, strategy: str, min_unit_bytes: int, precision: MixedPrecisionPolicy
     ) -> OffloadPolicy | None:
         """Change what blocks of ``model`` keep for backward, before it is sharded; return a place of shards, or None."""
-        ...
 
 
 # Makes the policy of a limit in bytes; filled when shardwise is imported, since ``fsdp`` may not import ``offload``.
@@ -200,14 +202,13 @@ def shard_model(
     if strategy is Strategy.ZERO1 or strategy is Strategy.DDP:
         given = reshard_after_forward, shard_placement_fn, dp_mesh_dims
         if any(each is not None for each in given) or sync_module_states:
-            raise ConfigError(
-                f"shard_model: strategy {strategy.value!r} shards no parameter: leave out arguments of sharding"
-            )
+            raise ConfigError(f"shard_model: strategy {strategy.value!r} shards no parameter: leave out what shards")
         options: dict[str, Any] = {"ignored_params": ignored_params, "compression": compression}
         options["parameters"] = "plain" if strategy is Strategy.ZERO1 else "dtensor"
         return replicate(model, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy, **options)
     mesh = mesh if mesh is not None else default_mesh()
     mp_policy = precision_from(mp_policy)
+    # Between blocks a cast to the output dtype and back would cost memory and precision.
     within = replace(mp_policy, output_dtype=None)
     ignored_params = set(ignored_params or ())  # read more than once below
     ignored = ids_of_ignored(ignored_params, "shard_model")

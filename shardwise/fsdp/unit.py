@@ -400,7 +400,7 @@ class Unit:
         for param in [*self.params]:
             if self._keep_tied(param):
                 param.check_ties()
-                self.memory.packs.count += not param.is_own(param.registered)
+                self.memory.packs.count += not param.is_own(param.registrations[0].current)
                 param.adopt_registered()
 
     def _keep_tied(self, param: ShardedParam) -> bool:

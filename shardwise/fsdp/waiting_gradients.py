@@ -112,7 +112,7 @@ def is_summed_later(fqn: str) -> str:
 def withdrawn(waiting: Iterable[dict[ShardedParam, WaitingGradient]]) -> Generator[None]:
     """Have in ``.grad`` what was there before gradients waited, for code that copies or converts gradients."""
     # A parameter that user code has put in the place of one has none of its gradients; the next pass drops these.
-    pairs = ((marks, param) for marks in waiting for param in marks if param.is_own(param.registered))
+    pairs = ((marks, param) for marks in waiting for param in marks if param.is_own(param.registrations[0].current))
     shown = [(marks, param) for marks, param in pairs if marks[param].withdraw(param)]
     try:
         yield

@@ -48,13 +48,11 @@ class UnitTable:
             lines = [line[:-1] for line in lines]  # no route is known before the first step
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         rows = [[f"{cell:{'>' if at else '<'}{widths[at]}}" for at, cell in enumerate(line)] for line in lines]
-        text = ["  ".join(row) for row in rows]
         numel, num_bytes = sum(row.numel for row in self.rows), sum(row.num_bytes for row in self.rows)
+        end = f"{len(self.rows)} units, {numel:,} parameters, {format_bytes(num_bytes)}"
         if len(self.rows) == 1:
-            text.append("1 unit: no block is a unit of its own, so all parameters are gathered at once")
-        else:
-            text.append(f"{len(self.rows)} units, {numel:,} parameters, {format_bytes(num_bytes)}")
-        return "\n".join(text)
+            end = "1 unit: no block is a unit of its own, so all parameters are gathered at once"
+        return "\n".join([*map("  ".join, rows), end])
 
 
 def _cells(row: UnitRow) -> tuple[str, ...]:

@@ -31,17 +31,14 @@ def unsharded_bytes(calls: Iterable[Call], reductions_in_flight: int = 1) -> Ite
                 live -= reducing.pop(0)
             reducing.append(call.num_bytes)
             live += call.num_bytes
-        elif call.op is Op.WAIT:
-            launch = staged.pop(call.unit, None)
-            is_held = launch is not None and launch.in_place
-            live += 0 if is_held else call.num_bytes
-            yield live
-            if launch is not None:
-                live -= launch.num_bytes - (call.num_bytes if is_held else 0)
-            continue
-        elif call.op is Op.COMMIT and reducing:
+        elif call.op is Op.COMMIT:
             live -= sum(reducing)
             reducing.clear()
+        elif call.op is Op.WAIT:  # full parameters, and the staging that is free as soon as they are copied out of it
+            launch = staged.pop(call.unit, None)
+            yield live if launch is not None and launch.in_place else live + call.num_bytes
+            live += call.num_bytes - (0 if launch is None else launch.num_bytes)
+            continue
         yield live
 
 
@@ -234,6 +231,9 @@ class PrefetchBudget:
     max_reductions: int = 1
 
 
+MadeFrom = tuple[PrefetchBudget, tuple[UnitPolicy, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """A predicted step.
@@ -243,13 +243,15 @@ class StepPlan:
         calls: the calls of the engine, in order.
         prefetches: for each entry, the units to unshard right after it.
         starts: for each entry, the number of calls before its own; last, the number of calls before the commits.
+        made_from: what it depends on besides the order.
         ahead_bytes: the limit for full parameters and staging if units are prefetched by bytes; else None.
     """
 
     order: ExecutionOrder
     calls: tuple[Call, ...]
     prefetches: tuple[tuple[int, ...], ...]
-    starts: tuple[int, ...] = ()
+    starts: tuple[int, ...]
+    made_from: MadeFrom
     ahead_bytes: int | None = None
 
 
@@ -261,16 +263,12 @@ class _Simulation:
     """
 
     def __init__(self, order: ExecutionOrder, units: Sequence[UnitFacts], budget: PrefetchBudget) -> None:
-        self.order = order
-        self.units = units
-        self.budget = budget
+        self.order, self.units, self.budget = order, units, budget
         self.calls: list[Call] = []
-        self.prefetches: list[tuple[int, ...]] = []
+        self.prefetches: list[tuple[int, ...]] = [()] * len(order.entries)
         self.starts: list[int] = []
-        self.is_gathering: set[int] = set()
-        self.is_full: set[int] = set()
         self.holders = [0] * len(units)
-        self.in_backward: set[int] = set()
+        self.is_gathering, self.is_full, self.in_backward = set[int](), set[int](), set[int]()
 
     def call(self, op: Op, unit: int, num_bytes: int = 0, in_place: bool = False) -> None:
         self.calls.append(Call(op, self.units[unit].name, num_bytes, in_place))
@@ -295,14 +293,14 @@ class _Simulation:
     def upcoming(self, position: int, event: StepEvent) -> list[int]:
         """Return the next units that reach ``event`` and are not full, up to the budget."""
         found: list[int] = []
+        is_forward = event is StepEvent.PRE_FORWARD
         for entry in self.order.entries[position + 1 :]:
-            is_enough = len(found) >= self.budget.depth and self.budget.num_bytes is None
-            if is_enough or (event is StepEvent.PRE_FORWARD and entry.event is StepEvent.PRE_BACKWARD):
+            is_enough = len(found) >= self.budget.depth
+            if (is_enough and self.budget.num_bytes is None) or (is_forward and entry.event is StepEvent.PRE_BACKWARD):
                 break
-            if entry.event is not event or entry.unit in self.is_full or entry.unit in found:
-                continue
-            if event is StepEvent.PRE_FORWARD or self.units[entry.unit].policy.unshard_in_backward:
-                if len(found) >= self.budget.depth and not self.is_within_budget([*found, entry.unit], event):
+            is_wanted = entry.event is event and (is_forward or self.units[entry.unit].policy.unshard_in_backward)
+            if is_wanted and entry.unit not in self.is_full and entry.unit not in found:
+                if is_enough and not self.is_within_budget([*found, entry.unit], event):
                     break
                 found.append(entry.unit)
         return found
@@ -310,8 +308,7 @@ class _Simulation:
     def is_within_budget(self, prefetches: Sequence[int], event: StepEvent) -> bool:
         """Return True if nothing exceeds the budget once ``prefetches`` are full in addition to what is full now."""
         held = sum(self.units[unit].full_bytes for unit in self.is_full)
-        for unit in self.is_gathering.union(prefetches):
-            facts = self.units[unit]
+        for facts in (self.units[unit] for unit in self.is_gathering.union(prefetches)):
             held += facts.gather_bytes + (0 if facts.in_place else facts.full_bytes)
         if event is StepEvent.PRE_BACKWARD:
             held += self.budget.max_reductions * max(facts.reduce_bytes for facts in self.units)
@@ -320,22 +317,22 @@ class _Simulation:
     def prefetch(self, position: int, explicit: tuple[int, ...] | None, event: StepEvent) -> None:
         wanted = self.upcoming(position, event) if explicit is None else explicit
         chosen = [unit for unit in wanted if unit not in self.is_full and unit not in self.is_gathering]
-        for unit in chosen:
-            for member in (unit, *self.units[unit].beside):
-                self.unshard(member)
+        for member in (each for unit in chosen for each in (unit, *self.units[unit].beside)):
+            self.unshard(member)
         self.prefetches[position] = tuple(chosen)
 
-    def run(self) -> None:
-        self.prefetches = [()] * len(self.order.entries)
+    def plan(self) -> StepPlan:
         for position, entry in enumerate(self.order.entries):
             self.starts.append(len(self.calls))
             self.entry(position, entry.unit, entry.event)
         self.starts.append(len(self.calls))
         self.calls += [Call(Op.COMMIT, call.unit) for call in self.calls if call.op is Op.REDUCE]
+        made_from = self.budget, tuple(facts.policy for facts in self.units)
+        return StepPlan(self.order, tuple(self.calls), tuple(self.prefetches), tuple(self.starts), made_from)
 
     def entry(self, position: int, unit: int, event: StepEvent) -> None:
         facts = self.units[unit]
-        family = (unit, *facts.beside, *facts.tied_units)
+        policy, family = facts.policy, (unit, *facts.beside, *facts.tied_units)
         if event is StepEvent.PRE_FORWARD:
             for member in family:
                 self.holders[member] += 1
@@ -348,34 +345,23 @@ class _Simulation:
                     self.reshard(member)
         elif event is StepEvent.PRE_BACKWARD:
             self.in_backward.add(unit)
-            if facts.policy.unshard_in_backward:
-                for member in family:
-                    self.need(member)
+            for member in family if policy.unshard_in_backward else ():
+                self.need(member)
             self.prefetch(position, facts.backward_prefetch, event)
-        elif event is StepEvent.POST_BACKWARD:
-            self.exit_backward(unit, has_gradients=True)
-        elif event is StepEvent.RELEASE_IN_BACKWARD:
-            self.exit_backward(unit, has_gradients=False)
+        elif event in (StepEvent.POST_BACKWARD, StepEvent.RELEASE_IN_BACKWARD):
+            self.in_backward.discard(unit)
+            if policy.reshard_after_backward:
+                self.reshard(unit)
+            if event is StepEvent.POST_BACKWARD:
+                self.call(Op.REDUCE if policy.sync else Op.HOLD, unit, facts.reduce_bytes if policy.sync else 0)
         elif event is StepEvent.PRE_RECOMPUTE:
             for member in family:
                 self.need(member)
-        elif facts.policy.reshard_after_forward is not False and not self.is_read_in_backward(unit):
-            self.reshard(unit)
+        elif policy.reshard_after_forward is not False and not self.is_read_in_backward(unit):
+            self.reshard(unit)  # the end of a recomputation
 
     def is_read_in_backward(self, unit: int) -> bool:
         return any(unit == reader or unit in self.units[reader].tied_units for reader in self.in_backward)
-
-    def exit_backward(self, unit: int, has_gradients: bool) -> None:
-        facts = self.units[unit]
-        self.in_backward.discard(unit)
-        if facts.policy.reshard_after_backward:
-            self.reshard(unit)
-        if not has_gradients:
-            return
-        if facts.policy.sync:
-            self.call(Op.REDUCE, unit, facts.reduce_bytes)
-        else:
-            self.call(Op.HOLD, unit)
 
 
 def plan_step(order: ExecutionOrder, units: Sequence[UnitFacts], budget: PrefetchBudget = PrefetchBudget()) -> StepPlan:
@@ -386,37 +372,30 @@ def plan_step(order: ExecutionOrder, units: Sequence[UnitFacts], budget: Prefetc
         units: facts of every unit, by number.
         budget: how far ahead of their use they may be unsharded.
     """
-    plan = _simulated(order, units, replace(budget, num_bytes=None))
+    plan = _Simulation(order, units, replace(budget, num_bytes=None)).plan()
     if budget.num_bytes is None:
         return plan
+    plan = replace(plan, made_from=(budget, plan.made_from[1]))
     bound = limit = max(budget.num_bytes, peak_bytes(plan.calls, budget.max_reductions))
     for _ in range(_TRIES):
-        found = _simulated(order, units, replace(budget, num_bytes=limit))
+        found = _Simulation(order, units, replace(budget, num_bytes=limit)).plan()
         peak = peak_bytes(found.calls, budget.max_reductions)
         if peak <= bound:
-            return replace(found, ahead_bytes=bound)
+            return replace(found, made_from=plan.made_from, ahead_bytes=bound)
         limit -= peak - bound
     return replace(plan, ahead_bytes=bound)
-
-
-def _simulated(order: ExecutionOrder, units: Sequence[UnitFacts], budget: PrefetchBudget) -> StepPlan:
-    simulation = _Simulation(order, units, budget)
-    simulation.run()
-    return StepPlan(order, tuple(simulation.calls), tuple(simulation.prefetches), tuple(simulation.starts))
 
 
 # ---- The plans of the last steps: a step whose order is known needs no new plan, and may tell which order comes next.
 
 _MOST = 16
-MadeFrom = tuple[PrefetchBudget, tuple[UnitPolicy, ...]]
 
 
 @dataclass(slots=True, eq=False)
 class KnownPlan:
-    """A plan; ``made_from``: what it depends on besides the order; ``then``: that of the step that came next last time."""
+    """A plan; ``then``: that of the step that came next last time."""
 
     plan: StepPlan
-    made_from: MadeFrom
     then: KnownPlan | None = None
 
 
@@ -429,19 +408,18 @@ class KnownPlans:
 
     def find(self, order: ExecutionOrder, made_from: MadeFrom, likely: StepPlan | None) -> KnownPlan | None:
         """Return the plan of ``order``; ``likely`` is compared first, which is fast where the order has its entries."""
-        if likely is not None and likely.order != order:
-            likely = None
-        found = (each for each in self._known if each.made_from == made_from)
-        return next((each for each in found if each.plan is likely or (not likely and each.plan.order == order)), None)
+        in_turn = sorted(self._known, key=lambda each: each.plan is not likely)
+        found = (each for each in in_turn if each.plan.made_from == made_from)
+        return next((each for each in found if each.plan.order == order), None)
 
     def find_branch(self, begun: Sequence[OrderEntry], made_from: MadeFrom) -> KnownPlan | None:
         """Return the newest plan that begins with the entries ``begun``."""
-        found = (each for each in reversed(self._known) if each.made_from == made_from)
+        found = (each for each in reversed(self._known) if each.plan.made_from == made_from)
         return next((each for each in found if each.plan.order.entries[: len(begun)] == tuple(begun)), None)
 
-    def add(self, plan: StepPlan, made_from: MadeFrom) -> KnownPlan:
+    def add(self, plan: StepPlan) -> KnownPlan:
         """Keep a plan, in place of the oldest one if there are too many."""
-        self._known = [*self._known[1 - _MOST :], KnownPlan(plan, made_from)]
+        self._known = [*self._known[1 - _MOST :], KnownPlan(plan)]
         return self._known[-1]
 
     def end_step(self, known: KnownPlan) -> KnownPlan:
@@ -449,7 +427,7 @@ class KnownPlans:
         if self._last is not None:
             self._last.then = known
         self._last, then = known, known.then
-        return then if then is not None and then.made_from == known.made_from else known
+        return then if then is not None and then.plan.made_from == known.plan.made_from else known
 
     def forget_last(self) -> None:
         """Forget which step was the last: it has failed, and other ranks may have ended it."""

@@ -13,7 +13,6 @@ import torch
 
 from shardwise import torch_private
 from shardwise.checkpoint.state import BufferCheck
-from shardwise.checks import model as unwritten
 from shardwise.checks import root
 from shardwise.collectives.local_peers import take_shareable
 from shardwise.fsdp import build
@@ -206,8 +205,8 @@ FIXES: dict[str, Callable[[], None]] = {
     "optimizers with state per block see whole blocks": _cut_blocks,
     "hooks on streams need no accelerator": _ask_for_an_accelerator,
     "hooks are not traced where blocks are compiled": _trace_hooks,
-    "shards that one seed has drawn are refused": _set(unwritten, "_start_of", lambda param: None),
-    "what has no values is refused": _set(unwritten, "unwritten_in", lambda *_, **__: []),
+    "shards that one seed has drawn are refused": _set(root, "bytes_of", lambda _: (None, 0)),
+    "what has no values is refused": _set(root, "unwritten_in", lambda *_, **__: []),
     "what is on meta shares no memory": _share_memory_of_meta,
     "graphs within transforms count": _set(torch_private, "graphs_of", lambda tensor: [tensor]),
     "weights that hooks hold stay": _set(Unit, "count_aliases", lambda self: 0),

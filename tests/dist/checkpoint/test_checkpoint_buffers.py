@@ -172,7 +172,7 @@ def test_threads_that_save_into_folders_of_their_own_in_any_order_do_not_mix(wai
 def _steps(api: Callable[[nn.Module], Any], seed: int, num_steps: int = 5) -> list[str]:
     """Return what was logged about buffers in the first steps of this rank, on inputs from ``seed``."""
     model, found = api(Net()), list[str]()
-    handler, logger = logging.Handler(), logging.getLogger("shardwise.checks.root")
+    handler, logger = logging.Handler(), logging.getLogger("shardwise.checks")
     handler.emit = lambda record: found.append(record.getMessage())
     logger.addHandler(handler)
     try:
