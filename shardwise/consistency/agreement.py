@@ -301,8 +301,10 @@ class MismatchCheck:
         self._compare("facts", json.dumps([what, *facts]), lambda others: f"{new}, unlike {others}: {_listed(facts)}")
 
     def post(self, what: str, text: str) -> None:
-        """Post this rank's ``what``; no rank waits."""
+        """Post this rank's ``what``, which others see afterwards; no rank waits."""
         self._exchange.post(what, text)
+        # A TCPStore confirms no set: only the answer to a later query says that it has arrived.
+        self.posted(what, self.rank)
 
     def posted(self, what: str, rank: int) -> str | None:
         """Return what ``rank`` has posted about ``what``, None if there is nothing; does not wait."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -14,11 +15,12 @@ from shardwise.errors import ConfigError, StateError, UsageError
 from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.clip import Limit
 from shardwise.fsdp.engine import Engine, engine_of
+from shardwise.fsdp.hooks import dynamo_disabled
 from shardwise.fsdp.mesh import MeshAxes
 from shardwise.fsdp.roots import bind_units
 from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.waiting_gradients import waits_for_sync
-from shardwise.one_host import set_seed
+from shardwise.one_host import RandomState, set_seed
 from shardwise.reproducible.optimizers import EqualSteps
 from shardwise.reproducible.sums import GroupSums, clip_by_rows
 from shardwise.reproducible.tree import BatchPlace
@@ -99,6 +101,10 @@ class Reproducible:
         self.model, self._seed, self.step = model, seed, 0
         self.observer: StepObserver | None = None
         self._units = found
+        # The random state at the begin of the running microbatch; and whether each has drawn before the model's first forward.
+        self._random: tuple[object, ...] = ()
+        self._draws: dict[int, bool] = {}
+        self._has_warned = False
         self._sums: list[GroupSums] = []
         for unit in found:
             sums = unit.settings.sums = GroupSums(self.place, unit.memory.is_collective)
@@ -138,15 +144,19 @@ class Reproducible:
         versions, before = versions_of(tensors), {name: buffer.clone() for name, buffer in buffers.items()}
         if self.observer is not None:
             self.observer.begin()
+        self._draws = {}
+        hook = self.model.register_forward_pre_hook(self._note_draws, prepend=True)
         try:
             for number in place.own:
                 place.number = number
                 self._set_seed(number)
+                self._random = _random_state()
                 yield number
                 if self.observer is not None:
                     self.observer.end_microbatch(number)
         finally:
             place.number = None
+            hook.remove()
         for sums in self._sums:
             sums.end()
         names, present = [*buffers, *(param.fqn for param in params)], dict(self.model.named_buffers())
@@ -161,10 +171,35 @@ class Reproducible:
                 "write parameters, and step optimizers, after the loop over microbatches()"
             )
         self._show_gradients()
+        self._warn_of_draws()
         if self.observer is not None:
             self.observer.end()
         self._set_seed(place.num_microbatches)  # what follows draws the same numbers on every rank
         self.step += 1
+
+    @dynamo_disabled
+    def _note_draws(self, *_: Any) -> None:
+        """Note whether the loop has drawn random numbers, at the first forward of a microbatch: its pre-hook."""
+        number = self.place.number
+        if number is not None and number not in self._draws:
+            self._draws[number] = _random_state() != self._random
+
+    def _warn_of_draws(self) -> None:
+        """Warn, once, if only some microbatches of this rank drew: probably its first one, which another rank may have.
+
+        It is no error, since draws that follow from the microbatch's number look the same and are right.
+        """
+        drew = [number for number, has_drawn in self._draws.items() if has_drawn]
+        if self._has_warned or len(drew) in (0, len(self._draws)):
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"Reproducible: in step {self.step} the loop drew random numbers before the forward of microbatches {drew}, and "
+            f"not of {sorted({*self._draws} - {*drew})}. At another number of ranks other microbatches may draw: dropout and "
+            "data would have other bits. A DataLoader draws where its iteration begins: call iter() before the loop, or "
+            "give it generator=torch.Generator(). What draws by the microbatch's number is right",
+            stacklevel=3,
+        )
 
     def _engines(self) -> list[Engine]:
         return [*{engine: None for unit in self._units if (engine := engine_of(unit)) is not None}]
@@ -233,6 +268,12 @@ class Reproducible:
             if (saved := state_dict.get(name, own)) != own:
                 raise ConfigError(f"Reproducible: the saved run has {name}={saved} and this one {own}: other bits")
         self.step, self._seed = int(state_dict["step"]), int(state_dict["seed"])
+
+
+def _random_state() -> tuple[object, ...]:
+    """Return the state of all random generators, as values that ``==`` compares."""
+    state = RandomState().state_dict()
+    return state["python"], state["numpy"], *(each.numpy().tobytes() for each in (state["torch"], *state["cuda"]))
 
 
 def _axes_of(axes: MeshAxes) -> tuple[int, ...]:

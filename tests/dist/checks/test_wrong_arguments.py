@@ -174,6 +174,10 @@ def test_policies_name_arguments_that_they_do_not_take(make: Callable[[], Any], 
             "(fraction='run'); expected a number from 0 to 1, or folder=...",
         ),  # pyright: ignore
         (
+            lambda: shardwise.OptimizerOffload(folder=".", undo=True),
+            "(undo=True) keeps state in memory: leave out undo= or folder=",
+        ),
+        (
             lambda: ShardedOptimizer(dict(_net().named_parameters()), torch.optim.Adam, offload=True),  # pyright: ignore
             "ShardedOptimizer: offload is True; expected OptimizerOffload()",
         ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import random
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -669,6 +671,57 @@ def test_a_buffer_that_no_forward_changes_is_trained_with_every_strategy(strateg
         for number in fixed.microbatches():
             model.mask.add_(number + 1)
             _backward(model)
+
+
+Batch = Callable[[int, int], torch.Tensor]  # step, microbatch
+
+
+def _batches(rows: Any, draws: str) -> Batch:
+    """Return how a loop gets microbatches, and draws random numbers before it calls the model."""
+    begun: list[Any] = []
+    loaders = {"in the loop": None, "generator": torch.Generator().manual_seed(0)}
+
+    def batch(step: int, number: int) -> torch.Tensor:
+        if draws in loaders:
+            if not number % (NUM // dist.get_world_size()):
+                begun[:] = [iter(torch.utils.data.DataLoader(rows[number:], batch_size=None, generator=loaders[draws]))]
+            return next(begun[0])
+        if draws == "every second step" and not step % 2:
+            return rows[number] * torch.rand(())
+        if draws == "by chance" and random.random() < 0.5:
+            return rows[number] + torch.randn(9)
+        return rows[number]
+
+    return batch
+
+
+def _draw_in_loop(draws: str) -> list[str]:
+    """Return the warnings of three steps whose model has dropout."""
+    model: Any = nn.Sequential(nn.Linear(9, 9), nn.Dropout(0.5), nn.Linear(9, 9))
+    fixed = Reproducible(fully_shard(model), num_microbatches=NUM)
+    batch = _batches(torch.randn(NUM, 2, 9, generator=torch.Generator().manual_seed(0)), draws)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step in range(3):
+            for number in fixed.microbatches():
+                model(batch(step, number)).square().sum().backward()
+    return [str(each.message) for each in found]
+
+
+@on_ranks(1, 2, 4)
+def test_random_numbers_that_some_microbatches_alone_draw_before_the_model_are_warned_of_once_on_every_rank() -> None:
+    """The iteration of a DataLoader begins at another microbatch at each number of ranks, and draws."""
+    (found,) = _draw_in_loop("in the loop")
+    first, *others = Reproducible(fully_shard(nn.Linear(1, 1)), num_microbatches=NUM).place.own
+    words = f"in step 0 the loop drew random numbers before the forward of microbatches [{first}], and not of {others}."
+    assert words in found
+    assert "A DataLoader draws where its iteration begins: call iter() before the loop" in found
+
+
+@pytest.mark.parametrize("draws", ["generator", "every second step", "by chance"])
+@on_ranks(1, 2)
+def test_random_numbers_that_follow_from_the_microbatch_are_not_warned_of(draws: str) -> None:
+    assert _draw_in_loop(draws) == []
 
 
 @on_ranks(2)
