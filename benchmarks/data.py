@@ -1,11 +1,13 @@
-"""Time and memory of ``Microbatches`` beside torch's DataLoader with its own sampler, over the same rows.
+"""Time and memory of ``Microbatches`` beside torch's DataLoader with a sampler of torch, over the same datasets.
 
-Both read 12 microbatches per step, in one process that is a rank of a process group, in turns of 20 steps: torch's, ours,
-torch's again.  ``ratio``: the time of ours / that of torch's; ``noise``: that of the second of torch's / the first.  CPU
-time of the process, since others may be using the machine; with workers, time.  ``memory_bytes``: what the process has grown
-by after its first steps.  ``far``: the time to the first batch at step 10^6 / that at step 0.
+The peer of a map-style dataset is ``shuffle=True`` (RandomSampler); that of a mixture is WeightedRandomSampler over the
+ConcatDataset.  Both read 12 microbatches per step, in one process that is a rank of a process group, step by step in turns:
+torch's, ours, and both again, so that each finds the caches of the CPU as the other has left them.  ``ratio``: the time of
+ours / that of torch's; ``noise``: that of the second of torch's / the first.  CPU time of the process, since others may be
+using the machine; with workers, time.  ``memory_mib``: what the process has grown by since its first steps, at each fifth of
+the steps.  ``far``: the time to the first batch at step 10^6 / that at step 0.
 
-Run: python benchmarks/data.py [--steps 25000] [--size 8] [--width 1024] [--workers 0]
+Run: python benchmarks/data.py [--steps 25000] [--size 8] [--width 1024] [--workers 0] [--data map mixture]
 """
 
 from __future__ import annotations
@@ -23,16 +25,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from shardwise import Microbatches, Mixture
 
-NUM_ROWS, NUM_MICROBATCHES, TURN, WARM_UP = 20_000, 12, 20, 25
+NUM_ROWS, NUM_MICROBATCHES, WARM_UP = 20_000, 12, 500
 Step = Callable[[int], None]
 
 
 def torchs(dataset: Any, size: int, num_workers: int) -> Step:
-    loader = DataLoader(dataset, batch_size=size, shuffle=True, num_workers=num_workers, drop_last=True)
+    order: dict[str, Any] = {"shuffle": True}
+    if isinstance(dataset, Mixture):
+        parts = zip(dataset.sources.values(), dataset.weights, strict=True)
+        weights = [weight / len(each) for each, weight in parts for _ in range(len(each))]
+        order = {"sampler": WeightedRandomSampler(weights, len(weights))}
+    loader = DataLoader(dataset, batch_size=size, num_workers=num_workers, drop_last=True, **order)
 
     def epochs() -> Iterator[Any]:
         while True:
@@ -61,31 +68,30 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def compare(dataset: Any, args: argparse.Namespace) -> dict[str, float]:
-    """Return the ratios of times, microseconds per batch, and the bytes by which the process has grown."""
+def compare(dataset: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the ratios of times, microseconds per batch, and what the process has grown by."""
     clock = time.perf_counter if args.workers else time.process_time
-    makers = torchs, ours, torchs
+    makers = torchs, ours, torchs, ours
     steps = [make(dataset, args.size, args.workers) for make in makers]
-    seconds: list[list[float]] = [[], [], []]
-    memory = 0
-    for turn in range(args.steps // TURN + WARM_UP):
-        if turn == WARM_UP:
+    seconds = [0.0, 0.0, 0.0, 0.0]  # no medians: numbers of samples are made in blocks, torch's once per epoch
+    resident: list[int] = []
+    for number in range(WARM_UP + args.steps):
+        if number >= WARM_UP and (number - WARM_UP) * 5 // args.steps == len(resident):
             gc.collect()
-            seconds, memory = [[], [], []], resident_bytes()
-        for step, found in zip(steps, seconds, strict=True):
+            resident.append(resident_bytes())
+        for place, step in enumerate(steps):
             start = clock()
-            for number in range(turn * TURN, turn * TURN + TURN):
-                step(number)
-            found.append(clock() - start)
-    grown = resident_bytes() - memory
-    first, own, second = map(sum, seconds)  # no medians: numbers of samples are made in blocks, torch's once per epoch
-    per_batch = 1e6 / NUM_MICROBATCHES / TURN / len(seconds[0])
+            step(number)
+            seconds[place] += (clock() - start) * (number >= WARM_UP)
+    gc.collect()
+    start, *later = *resident, resident_bytes()
+    first, own, second, again = (each * 1e6 / NUM_MICROBATCHES / args.steps for each in seconds)
     return {
-        "ratio": 2 * own / (first + second),
+        "ratio": (own + again) / (first + second),
         "noise": second / first,
-        "ours_us": own * per_batch,
-        "torch_us": first * per_batch,
-        "memory_bytes": grown,
+        "ours_us": (own + again) / 2,
+        "torch_us": (first + second) / 2,
+        "memory_mib": [round((each - start) / 2**20, 2) for each in later],
     }
 
 
@@ -108,6 +114,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=8)
     parser.add_argument("--width", type=int, default=1024, help="numbers of a sample")
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--data", nargs="+", choices=("map", "mixture"), default=["map", "mixture"])
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
@@ -117,7 +124,9 @@ def main() -> None:
         "b": (TensorDataset(torch.zeros(999, args.width)), 0.3),
     }
     mixture = Mixture(both)
-    for name, dataset in (("map", rows), ("mixture", mixture)):
+    datasets = {"map": rows, "mixture": mixture}
+    for name in args.data:
+        dataset = datasets[name]
         found = compare(dataset, args)
         print(json.dumps({"data": name, **found, "far": far(dataset, args)}), flush=True)
     dist.destroy_process_group()

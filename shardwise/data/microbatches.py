@@ -6,8 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
-from operator import itemgetter
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -52,28 +51,22 @@ class _MapSource:
     def __init__(self, dataset: Any, order: SampleOrder, options: Mapping[str, Any]) -> None:
         check_map_style(dataset, "Microbatches: the dataset")
         self.order, self._dataset, self._options = order, dataset, options
-        self._sources: Mapping[str, Any] = dataset.sources if isinstance(dataset, Mixture) else {"": dataset}
         self._digests: dict[str, str] = {}
-        self._lengths = [*map(len, self._sources.values())]
-        order.lengths = dict(zip(self._sources, self._lengths, strict=True))
-        order.weights = {0: dataset.weights if isinstance(dataset, Mixture) else [1]}
-        if order.drop_last and (len(self._sources) > 1 or len(dataset) < order.batch):
+        order.sources = {"": dataset}
+        if isinstance(dataset, Mixture):
+            order.sources, order.weights = dataset.sources, {0: dataset.weights}
+        order.lengths = {name: len(each) for name, each in order.sources.items()}
+        if order.drop_last and (len(order.sources) > 1 or len(dataset) < order.batch):
             raise ConfigError(
                 f"Microbatches: drop_last leaves out the end of an epoch that fills no step of {order.batch} samples; found "
-                f"{len(self._sources)} sources of {len(dataset)} samples, expected one dataset of a step or more"
-            )
-
-    def check(self) -> None:
-        """Raise StateError if a dataset has another length than it had."""
-        if (found := [*map(len, self._sources.values())]) != self._lengths:
-            raise StateError(
-                f"Microbatches: the dataset has {sum(found)} samples, and had {sum(self._lengths)} when it was given; keep them"
+                f"{len(order.sources)} sources of {len(dataset)} samples, expected one dataset of a step or more"
             )
 
     def identity(self) -> dict[str, Any]:
         """Return what must be equal on all ranks, and in a state that is loaded."""
         order = self.order
-        self._digests = self._digests or {name: digest_of_samples(each) for name, each in self._sources.items()}
+        order.check()  # no state is saved of another dataset
+        self._digests = self._digests or {name: digest_of_samples(each) for name, each in order.sources.items()}
         facts: dict[str, Any] = {"samples per step": order.batch, "seed": order.seed, "drop_last": order.drop_last}
         for (name, digest), weight in zip(self._digests.items(), order.weights[0], strict=True):
             facts[f"dataset {name}".strip()] = f"{order.lengths[name]} samples, digest {digest}, weight {weight}"
@@ -81,12 +74,11 @@ class _MapSource:
 
     def read(self, step: int, own: range) -> Iterator[Any]:
         """Yield the microbatches ``own`` of each step from ``step`` on, for ever."""
-        numbers, reader = self.order.microbatches(step, own), self._dataset
+        samples, reader = self.order.microbatches(step, own), self._dataset
         if self._options.get("num_workers"):
-            reader = _SampleReader(self._dataset, self.order)
-        else:
-            numbers = map(itemgetter(1), numbers)
-        return iter(_loader(reader, self.order.seed, self._options, batch_sampler=numbers))
+            numbers = (each * self.order.num_microbatches + k for each in count(step) for k in own)
+            samples, reader = zip(numbers, samples, strict=False), _SampleReader(reader, self.order)
+        return iter(_loader(reader, self.order.seed, self._options, batch_sampler=samples))
 
     def state(self, step: int) -> dict[str, Any]:
         """Return what a later run needs before ``step`` besides its number."""
@@ -117,14 +109,10 @@ class _StreamSource:
         self.order, self._open, self._options = order, open_stream, options
         self._states: dict[int, dict[int, Any]] = {0: dict.fromkeys(range(order.num_microbatches))}
 
-    def check(self) -> None:
-        """See :class:`_MapSource`."""
-
     def identity(self) -> dict[str, Any]:
         """See :class:`_MapSource`."""
-        order = self.order
-        sizes = {"num_microbatches": order.num_microbatches, "microbatch_size": order.microbatch_size}
-        return {**sizes, "seed": order.seed, "dataset": "streams"}
+        names = "num_microbatches", "microbatch_size", "seed"
+        return {**{name: getattr(self.order, name) for name in names}, "dataset": "streams"}
 
     def read(self, step: int, own: range) -> Iterator[Any]:
         """See :class:`_MapSource`.  Without states of all streams, earlier steps are read again."""
@@ -183,8 +171,7 @@ class StepSampler(Sampler[list[int]]):
                 "would give the same samples again; make another for the steps that follow"
             )
         self.is_used = True
-        for _, samples in islice(self._order.microbatches(self.steps.start, self._own), len(self)):
-            yield samples
+        yield from islice(self._order.microbatches(self.steps.start, self._own), len(self))
 
 
 class Microbatches:
@@ -238,7 +225,7 @@ class Microbatches:
         for name, value, least in zip(_ARGUMENTS, (num_microbatches, microbatch_size, seed), (1, 1, 0), strict=False):
             check_whole(name, value, least)
         self.num_microbatches, self.step = num_microbatches, 0
-        order = SampleOrder({}, num_microbatches, microbatch_size, seed, drop_last)
+        order = SampleOrder(num_microbatches, microbatch_size, seed, drop_last)
         kind: Any = _StreamSource if callable(dataset) and not hasattr(dataset, "__getitem__") else _MapSource
         self._source: _MapSource | _StreamSource = kind(dataset, order, loader)
         self._mesh = mesh
@@ -257,7 +244,6 @@ class Microbatches:
             check_whole("number", number, 0)
             own, self._reading = self._own(), None  # ends its workers
             reading = self._reading = _Reading(self._source.read(number, own), len(own), math.nan, self._world)
-        self._source.check()
         reading.step = math.nan
         try:
             yield from islice(reading.batches, reading.num_batches - 1)
@@ -266,7 +252,8 @@ class Microbatches:
             batch = next(reading.batches)
             reading.step = self.step = number + 1
             yield batch
-        except RuntimeError as error:
+        except Exception as error:
+            self._source.order.check()  # before the samples that it lacks are missed
             if str(error).startswith("DataLoader worker (pid"):
                 text = f"Microbatches: a worker of the DataLoader has died in step {number}: {error}. of_step() reads it again"
                 raise StateError(text) from error
@@ -312,8 +299,7 @@ class Microbatches:
             raise StateError(
                 f"Microbatches: a DataLoader of your own reads steps {steps}, and the step is {self.step}: set data.step first"
             )
-        identity = self._source.identity()
-        return {"step": self.step, "identity": identity, "streams": {}, **self._source.state(self.step)}
+        return {"step": self.step, "identity": self._source.identity(), "streams": {}, **self._source.state(self.step)}
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Raise ConfigError, with the first fact that differs, unless ``state_dict`` is of this data."""

@@ -94,11 +94,11 @@ class RunProgress:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The progress from which a run continues.  ``skipped``: newer checkpoints that were damaged, and how."""
+    """The progress from which a run continues.  ``notes``: newer checkpoints that were damaged, and a changed order of data."""
 
     checkpoint: Path
     done: RunProgress
-    skipped: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -140,23 +140,31 @@ def load_newest(folder: Path, entries: Mapping[str, Any]) -> Resumed:
     Raises: ConfigError on every rank, before any change, if there is none, or if it has other parameters.
     """
     progress: dict[str, Any] = {}
-    if (found := list_checkpoints(folder)) and not _has_data(found[-1]):
-        entries = {name: entry for name, entry in entries.items() if name != "data"}
+    state = {**entries, _PROGRESS: progress}
+    without = [each for each in list_checkpoints(folder) if _lacks_data(each)]
+    if without:  # also if a newer one has its data: it may be damaged
+        del state["data"]
     try:
-        loaded = load(folder, {**entries, _PROGRESS: progress}, fallback=True)
+        loaded = load(folder, state, fallback=True)
     except DamagedCheckpointError as error:
         raise ConfigError(f"no checkpoint of the run is whole: {error}") from error
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    return Resumed(loaded.path, progress_from_json(progress), loaded.skipped)
+    done, notes = progress_from_json(progress), [f"DAMAGED: {each}" for each in loaded.skipped]
+    entries["data"].step = done.step
+    if loaded.path in without:
+        notes.append(
+            f"OTHER ORDER: {loaded.path} is of a version that saved no data. The run goes on at its step; until an epoch ends, "
+            "windows may come twice or not at all. To keep the order, resume with that version"
+        )
+    return Resumed(loaded.path, done, tuple(notes))
 
 
-def _has_data(checkpoint: Path) -> bool:
-    """Return False for a checkpoint of an earlier version; a damaged one is named by the load."""
-    try:
-        return "data" in read_manifest(Files(), checkpoint).values
-    except CheckpointError:
-        return True
+def _lacks_data(checkpoint: Path) -> bool:
+    """Return True for a checkpoint of an earlier version; a damaged one is named by the load."""
+    with contextlib.suppress(CheckpointError):
+        return "data" not in read_manifest(Files(), checkpoint).values
+    return False
 
 
 def entries_of(

@@ -123,7 +123,7 @@ class Trainer:
     num_parameters: int
     unsharded: HeldBytes  # a rank's memory without any sharding
     report: HtmlReport  # which rank 0 writes
-    damaged: tuple[str, ...]  # newer checkpoints than that with which the run goes on
+    notes: tuple[str, ...]  # of the checkpoint with which the run goes on
     fixed: Reproducible | None = None  # with --reproducible
     memory: MemoryLimit | None = None  # with --memory
 
@@ -186,9 +186,9 @@ def build_trainer(run: TrainRun, ranks: RunRanks, memory_bytes: int | None = Non
     if run.checkpoint is not None:
         resumed = load_newest(run.checkpoints, entries_of(plain_of(model), optimizer, fixed, data))
         run = replace(run, checkpoint=resumed.checkpoint, done=resumed.done)
-    damaged = resumed.skipped if resumed else ()
+    notes = resumed.notes if resumed else ()
     peak = "peak GPU memory" if ranks.device.type == "cuda" else "peak of the process (all)"
-    numbers = num_parameters, unsharded, HtmlReport(run, unsharded, peak), damaged
+    numbers = num_parameters, unsharded, HtmlReport(run, unsharded, peak), notes
     return Trainer(run, ranks, model, optimizer, data, validation, *numbers, fixed, memory)
 
 
@@ -597,8 +597,8 @@ def _say_start(trainer: Trainer, run_log: RunLog) -> None:
         run_log.say(trainer.memory.plan.why())
     if trainer.config.shard in ENGINE_SHARDS:
         run_log.say(str(describe_units(trainer.model)))
-    for text in trainer.damaged:
-        run_log.say(f"DAMAGED: {text}")
+    for text in trainer.notes:
+        run_log.say(text)
     if run.done is not None:
         run_log.say(f"resuming after step {run.done.step}, {run.done.windows:,} windows into the text")
 

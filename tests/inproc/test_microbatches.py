@@ -185,12 +185,26 @@ def test_a_stream_that_ends_is_named(num_workers: int) -> None:
         list(data.of_step(1))
 
 
-def test_a_dataset_that_changes_its_length_is_named() -> None:
+@pytest.mark.parametrize("length", [5, 10])
+def test_a_dataset_that_changes_its_length_is_named(length: int) -> None:
     rows = [*range(9)]
     data = Microbatches(rows, num_microbatches=2, microbatch_size=2)
     list(data.of_step(0))
-    del rows[5:]
-    with pytest.raises(StateError, match="the dataset has 5 samples, and had 9 when it was given"):
+    rows[:] = range(length)
+    message = f"the dataset has {length} samples, and had 9 when it was given"
+    with pytest.raises(StateError, match=message):
+        data.state_dict()
+    with pytest.raises(StateError, match=message):  # numbers of two steps are computed at once
+        for step in (1, 2):
+            list(data.of_step(step))
+
+
+def test_a_sample_that_a_dataset_has_lost_is_no_index_error() -> None:
+    rows = [*range(9)]
+    data = Microbatches(rows, num_microbatches=2, microbatch_size=2)
+    list(data.of_step(0))
+    del rows[1:]
+    with pytest.raises(StateError, match="the dataset has 1 samples, and had 9 when it was given"):
         list(data.of_step(1))
 
 

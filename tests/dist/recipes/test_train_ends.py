@@ -11,6 +11,7 @@ import shutil
 import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from helpers.runs import metrics_of, write_text
 
 from shardwise import ConfigError
 from shardwise.cli.train import stop_on_signals
+from shardwise.recipes import run_folder
 from shardwise.recipes.config import ModelShape, TrainConfig
 from shardwise.recipes.run_folder import Start
 from shardwise.recipes.sharding import RunRanks
@@ -133,6 +135,39 @@ def test_a_resume_goes_back_to_the_newest_checkpoint_that_is_whole_and_says_so(t
         assert "resuming after step 2" in said
         assert f"DAMAGED: {run / 'checkpoints' / 'step-00000006'}" in said
         assert f"DAMAGED: {run / 'checkpoints' / 'step-00000004'}" in said
+    assert _figures(run) == before
+
+
+@on_ranks(2)
+def test_a_checkpoint_of_a_version_that_saved_no_data_goes_on_and_says_so(tmp_path: Path) -> None:
+    def without_data(*given: Any) -> dict[str, Any]:
+        return {name: entry for name, entry in run_folder.entries_of(*given).items() if name != "data"}
+
+    config = _config(tmp_path, keep=9)
+    run = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as earlier:
+        earlier.setattr("shardwise.recipes.train.entries_of", without_data)
+        _train(Start(out=run), config)
+    before = _figures(run)
+    for newest, is_old in ((4, True), (6, False)):
+        if dist.get_rank() == 0:
+            for checkpoint in (run / "checkpoints").glob("step-*"):
+                if checkpoint.name > f"step-{newest:08d}":
+                    shutil.rmtree(checkpoint)
+        dist.barrier()
+        said = _train(Start(resume=run), config)[1]
+        if dist.get_rank() == 0:
+            assert f"resuming after step {newest}" in said
+            assert said.count("step-00000004 is of a version that saved no data. The run goes on at its step") == is_old
+        assert _figures(run) == before
+    if dist.get_rank() == 0:  # what was saved since then is damaged
+        for newer in (6, 8):
+            (run / "checkpoints" / f"step-{newer:08d}" / "manifest.json").write_bytes(b"{}")
+    dist.barrier()
+    said = _train(Start(resume=run), config)[1]
+    if dist.get_rank() == 0:
+        assert said.count("DAMAGED: ") == 2
+        assert f"{run / 'checkpoints' / 'step-00000004'} is of a version that saved no data" in said
     assert _figures(run) == before
 
 
