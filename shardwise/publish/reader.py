@@ -188,12 +188,12 @@ class WeightReader:
             try:
                 for key, change in _changes(tensors, parts):
                     changes[key] = [change] if change.local is None else [*changes.get(key, ()), change]
-                staged = {key: changes[key] for key in (parts if path[0].base is None else changes)}
+                changes = {key: changes[key] for key in (parts if path[0].base is None else changes)}
             except (KeyError, ValueError) as why:
                 raise DamagedCheckpointError(
                     f"{version.path}: its tensors are not the changes of a version ({why})"
                 ) from why
-        return staged
+        return changes
 
     def _mark_as(self, reading: bool) -> None:
         """Leave the mark that this reader has its version, and whether it reads others."""
