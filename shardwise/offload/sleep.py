@@ -64,7 +64,7 @@ _Placed = tuple[torch.UntypedStorage, tuple[int, tuple[int]]]
 
 
 @dataclass(slots=True, eq=False)
-class _Extent:
+class _SleepingExtent:
     """Memory without a gap.
 
     Attributes:
@@ -86,20 +86,20 @@ class _Extent:
         return join_from(first, self.stop - self.start, ())
 
 
-def _extents_of(found: Iterable[tuple[str, torch.UntypedStorage]]) -> list[_Extent]:
+def _extents_of(found: Iterable[tuple[str, torch.UntypedStorage]]) -> list[_SleepingExtent]:
     """Return the memory of storages, in the order of addresses."""
-    extents: list[_Extent] = []
+    extents: list[_SleepingExtent] = []
     for name, storage in sorted(found, key=lambda each: each[1].data_ptr()):
         start, num_bytes = storage.data_ptr(), storage.nbytes()
         if not extents or start > extents[-1].stop:
-            extents.append(_Extent(name, start, start))
+            extents.append(_SleepingExtent(name, start, start))
         last = extents[-1]
         last.stop = max(last.stop, start + num_bytes)
         last.storages.append((storage, (start - last.start, (num_bytes,))))
     return extents
 
 
-def _memory_of(named: Iterable[tuple[str, torch.Tensor]]) -> list[_Extent]:
+def _memory_of(named: Iterable[tuple[str, torch.Tensor]]) -> list[_SleepingExtent]:
     """Return the memory of tensors, with all storages over it that tensors of Python have."""
     found: dict[int, tuple[str, torch.UntypedStorage]] = {}
     for name, tensor in named:
@@ -126,7 +126,10 @@ _PAGE = mmap.PAGESIZE
 _OF_THIS_PROCESS = ("/memfd:", "/dev/zero", "/dev/shm/")  # shared memory that no file outlives
 
 
-def _pages_of(extents: Iterable[_Extent]) -> Iterator[tuple[str, torch.Tensor, int]]:
+_Pages = tuple[str, torch.Tensor, int]
+
+
+def _pages_of(extents: Iterable[_SleepingExtent]) -> Iterator[_Pages]:
     """Yield pages that can leave, by the name of what is in them, with the advice of madvise(2) that takes them.
 
     The rest stays as it is: pages with something else in them, and what is mapped from a file, which the system can write back.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -41,10 +41,20 @@ logger = logging.getLogger(__name__)
 _POLL_S, _MOST_POLL_S = 0.05, 1.0  # between looks for marks of readers
 
 
+@dataclass(frozen=True, slots=True)
+class _PublishOptions:
+    """How versions follow each other, and how they leave the folder."""
+
+    anchor_every: int
+    most_versions: int
+    most_bytes: int | None
+    send: Callable[[Path], object] | None
+
+
 class _VersionSaver(Saver):
     """Versions as saves whose files have encoded parts; it inherits agreement, files, commit, lock and thread."""
 
-    options: WeightPublisher
+    options: _PublishOptions
     _last: Job | None = None  # the version that was committed last, which a delta follows
     _anchor = 0  # its anchor, or the one that is being written
     _next: tuple[Job, dict[str, PartChange]] | None = None
@@ -198,9 +208,6 @@ class WeightPublisher:
 
     Buffers that differ between ranks are those of the lowest rank.
 
-    Attributes:
-        anchor_every, most_versions, most_bytes, send: as they were given.
-
     Raises: ConfigError, ArgumentTypeError.
 
     Example:
@@ -229,12 +236,7 @@ class WeightPublisher:
         check_whole("WeightPublisher: most_bytes", 1 if most_bytes is None else most_bytes, 1)
         self._model, self._folder, self._only, self._group = model, Path(folder).absolute(), only, group
         self._dtype = None if dtype is None else dtype_name(dtype, "WeightPublisher: dtype")
-        self.anchor_every, self.most_versions, self.most_bytes, self.send = (
-            anchor_every,
-            most_versions,
-            most_bytes,
-            send,
-        )
+        self._options = _PublishOptions(anchor_every, most_versions, most_bytes, send)
         self._saver: _VersionSaver | None = None
         self._windows = Windows()
 
@@ -276,7 +278,7 @@ class WeightPublisher:
             group = dist.group.WORLD
         if self._saver is None or not self._saver.is_of(group):
             self._saver = _VersionSaver(self._folder, open_store_gather(group, "publish"), group)
-            self._saver.options = self
+            self._saver.options = self._options
         return self._saver
 
     def _collect(self, rank: int, size: int) -> Contents:
