@@ -8,9 +8,7 @@ import errno
 import gc
 import mmap
 import os
-import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -24,14 +22,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise import torch_private
 from shardwise.checkpoint.format import BLOCK_BYTES
-from shardwise.collectives.streams import device_of, suballocate_all
+from shardwise.collectives.streams import device_of, join_from, suballocate_all
 from shardwise.consistency.agreement import open_store_gather
 from shardwise.consistency.failure_report import publish_failure
+from shardwise.containers import tensors_in
 from shardwise.errors import ArgumentTypeError, ConfigError, ShardwiseError, StateError
 from shardwise.formatting import format_bytes
 from shardwise.fsdp.attachment import units_in
 from shardwise.fsdp.engine import engine_of
-from shardwise.fsdp.unit import HELD, Gate, Unit
+from shardwise.fsdp.unit import HELD, Gate
 from shardwise.fsdp.waiting_gradients import withdrawn
 from shardwise.layout import align
 from shardwise.offload.disk import StateFile, buffer_of
@@ -40,216 +39,161 @@ from shardwise.offload.staging import digest_of
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, optimizer_backend
 from shardwise.zero.optimizer import OptimizerState
 
-_PAGE = mmap.PAGESIZE
-_OF_THIS_PROCESS = ("/memfd:", "/dev/zero", "/dev/shm/")  # shared memory that no file outlives
-_REMOVE = getattr(mmap, "MADV_REMOVE", 9)
+_PLAIN = (torch.Tensor, nn.Parameter)
 
-# ---- What there is: tensors by name, and their storages.
+# ---- What there is: tensors by name, and the memory under them.
 
 
-def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the plain tensors in ``value``: a tensor of any class, or a container of them."""
-    if isinstance(value, torch.Tensor):
-        if type(value) not in (torch.Tensor, nn.Parameter) and hasattr(value, "__tensor_flatten__"):
-            for each in value.__tensor_flatten__()[0]:  # pyright: ignore[reportAttributeAccessIssue]
-                yield from _tensors_in(name, getattr(value, each))
-        elif isinstance(value, torch_private.ShardedTensor):
-            yield from _tensors_in(name, [shard.tensor for shard in value.local_shards()])
-        elif value.layout is torch.strided and not value.is_meta:
-            yield name, value
-    elif isinstance(value, Mapping):
-        for key, each in list(value.items()):
-            yield from _tensors_in(f"{name}.{key}" if isinstance(key, str) else name, each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors_in(name, each)
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors that ``tensor``, of any class, and its gradient consist of."""
+    inner: list[torch.Tensor] = []
+    if isinstance(tensor, torch_private.ShardedTensor):
+        inner = [shard.tensor for shard in tensor.local_shards()]
+    elif type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):
+        inner = tensors_in([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])  # pyright: ignore
+    elif tensor.layout is torch.strided and not tensor.is_meta:
+        yield tensor
+    if tensor.is_leaf and tensor.grad is not None:
+        inner.append(tensor.grad)
+    for each in inner:
+        yield from _plain(each)
 
 
-def _of_parameter(name: str, param: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from _tensors_in(name, param)
-    yield from _tensors_in(f"the gradient of {name}", param.grad)
-
-
-def _of_model(model: nn.Module, units: Iterable[Unit]) -> Iterator[tuple[str, torch.Tensor]]:
-    in_files: set[int] = set()  # parameters that have left memory already
-    for unit in units:
-        for param in unit.params:
-            if getattr(unit.settings.storage.offload, "folder", ""):
-                in_files.add(id(param.sharded))
-            else:
-                yield from _of_parameter(param.fqn, param.sharded)
-        earlier = [*unit.earlier.held.values(), *unit.earlier.partial.values(), *unit.earlier.stashed.values()]
-        yield from _tensors_in(f"gradients of {unit.name} that wait", earlier)
-    for name, param in model.named_parameters():
-        if id(param) not in in_files:
-            yield from _of_parameter(name, param)
-    yield from _tensors_in("a buffer", dict(model.named_buffers()))
-
-
-def _of_optimizer(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            yield from _of_parameter("a parameter of the optimizer", param)
-        yield from _tensors_in("an option of the optimizer", {k: v for k, v in group.items() if k != "params"})
-    yield from _tensors_in("optimizer state", [*OptimizerState.of(optimizer).inner.state.values()])
+_Placed = tuple[torch.UntypedStorage, tuple[int, tuple[int]]]
 
 
 @dataclass(slots=True, eq=False)
-class _Sleeping:
-    """One storage: ``name`` of a tensor in it, its bytes, and while asleep the storage that has its memory or its place."""
+class _SleepingExtent:
+    """Memory without a gap.
+
+    Attributes:
+        name: of what is in it.  start, stop: addresses.
+        storages: over it, with (offset, (size,)) of each in bytes.
+        away: while asleep, what each storage gets back.
+    """
 
     name: str
-    storage: torch.UntypedStorage
     start: int
     stop: int
-    away: torch.UntypedStorage | None = None
+    storages: list[_Placed] = field(default_factory=list["_Placed"])
+    away: list[torch.UntypedStorage] = field(default_factory=list[torch.UntypedStorage])
 
-    def bytes_from(self, start: int) -> torch.Tensor:
-        """Return the memory from address ``start`` on."""
-        storage = self.storage if self.away is None else self.away
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start - self.start :]  # pyright: ignore
-
-
-def _extents_of(memory: Iterable[_Sleeping]) -> list[tuple[int, int]]:
-    """Return where memory lies, (start, stop) without overlaps, in the order of addresses."""
-    found: list[tuple[int, int]] = []
-    for each in sorted(memory, key=lambda each: each.start):
-        if found and each.start <= found[-1][1]:
-            found[-1] = found[-1][0], max(each.stop, found[-1][1])
-        else:
-            found.append((each.start, each.stop))
-    return found
+    def bytes(self) -> torch.Tensor:
+        """Return the memory, which the storages own."""
+        storage = self.storages[0][0]
+        first = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore[reportArgumentType]
+        return join_from(first, self.stop - self.start, ())
 
 
-def _memory_of(named: Iterable[tuple[str, torch.Tensor]]) -> list[_Sleeping]:
-    """Return the memory of tensors, in the order of addresses, and all storages over it that tensors of Python have."""
-    found: dict[int, _Sleeping] = {}
+def _extents_of(found: Iterable[tuple[str, torch.UntypedStorage]]) -> list[_SleepingExtent]:
+    """Return the memory of storages, in the order of addresses."""
+    extents: list[_SleepingExtent] = []
+    for name, storage in sorted(found, key=lambda each: each[1].data_ptr()):
+        start, num_bytes = storage.data_ptr(), storage.nbytes()
+        if not extents or start > extents[-1].stop:
+            extents.append(_SleepingExtent(name, start, start))
+        last = extents[-1]
+        last.stop = max(last.stop, start + num_bytes)
+        last.storages.append((storage, (start - last.start, (num_bytes,))))
+    return extents
 
-    def add(name: str, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
-        start = storage.data_ptr()
-        found.setdefault(torch_private.storage_id(tensor), _Sleeping(name, storage, start, start + storage.nbytes()))
 
+def _memory_of(named: Iterable[tuple[str, torch.Tensor]]) -> list[_SleepingExtent]:
+    """Return the memory of tensors, with all storages over it that tensors of Python have."""
+    found: dict[int, tuple[str, torch.UntypedStorage]] = {}
     for name, tensor in named:
-        if (storage := tensor.untyped_storage()).nbytes():
-            add(name, tensor, storage)
-    extents, devices = _extents_of(found.values()), {each.storage.device for each in found.values()}
-    starts = [start for start, _ in extents]
-    for each in gc.get_objects():
-        if type(each) not in (torch.Tensor, nn.Parameter) or each.layout is not torch.strided:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            found.setdefault(torch_private.storage_id(tensor), (name, storage))
+        elif tensor.numel():
+            raise StateError("it is asleep already: leave the block of shardwise.asleep() that it is in")
+    extents, devices = _extents_of(found.values()), {storage.device for _, storage in found.values()}
+    starts = [each.start for each in extents]
+    for each in gc.get_objects():  # a section, a joined tensor, a window
+        if type(each) not in _PLAIN or each.layout is not torch.strided or each.device not in devices:
             continue
-        if each.device in devices and (num_bytes := (storage := each.untyped_storage()).nbytes()):
+        if num_bytes := (storage := each.untyped_storage()).nbytes():
             at = bisect.bisect_left(starts, storage.data_ptr() + num_bytes) - 1
-            if at >= 0 and extents[at][1] > storage.data_ptr():
-                add("", each, storage)  # a section, a joined tensor, a window
-    return sorted(found.values(), key=lambda each: (each.start, -each.stop))
+            if at >= 0 and extents[at].stop > storage.data_ptr():
+                found.setdefault(torch_private.storage_id(each), (extents[at].name, storage))
+    return _extents_of(found.values())
 
 
-# ---- Memory of the host, which is returned to the system page by page and stays where it is.
+# ---- Memory of the host returns to the system page by page, and stays where it is.
+
+_PAGE = mmap.PAGESIZE
+_OF_THIS_PROCESS = ("/memfd:", "/dev/zero", "/dev/shm/")  # shared memory that no file outlives
 
 
-def _release(extents: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the whole pages of ``extents``, in the order of addresses, to the system; return those that stay."""
-    madvise, stay, at = ctypes.CDLL(None).madvise, list[tuple[int, int]](), 0
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    places = list[tuple[int, int, str, str]]()
+_Pages = tuple[str, torch.Tensor, int]
+
+
+def _pages_of(extents: Iterable[_SleepingExtent]) -> Iterator[_Pages]:
+    """Yield pages that can leave, by the name of what is in them, with the advice of madvise(2) that takes them.
+
+    The rest stays as it is: pages with something else in them, and what is mapped from a file, which the system can write back.
+    """
+    places = list[tuple[int, int, int]]()
     for line in Path("/proc/self/maps").read_text().splitlines():
         extent, access, *_, path = line.split(maxsplit=5)
-        low, _, high = extent.partition("-")
-        places.append((int(low, 16), int(high, 16), access, path))
-    for start, end in extents:
-        while at < len(places) and places[at][1] <= start:
-            at += 1
-        for first, last, access, path in islice(places, at, None):
-            if first >= end:
+        low, high = (int(each, 16) for each in extent.split("-"))
+        if access[1] == "w" and (access[3] == "p" or path.startswith(_OF_THIS_PROCESS)):
+            places.append((low, high, mmap.MADV_DONTNEED if access[3] == "p" else mmap.MADV_REMOVE))
+    for each in extents:
+        memory, first = each.bytes(), max(0, bisect.bisect(places, (each.start, each.stop)) - 1)
+        for low, high, advice in islice(places, first, None):
+            if low >= each.stop:
                 break
-            begin, stop = align(max(first, start), _PAGE), min(last, end) // _PAGE * _PAGE
-            is_shared = access[3] == "s"
-            may_leave = access[1] == "w" and (not is_shared or path.startswith(_OF_THIS_PROCESS))
-            advice = _REMOVE if is_shared else mmap.MADV_DONTNEED
-            if begin < stop and (not may_leave or madvise(begin, stop - begin, advice)):
-                stay.append((begin, stop))
-    return stay
+            begin, stop = align(max(low, each.start), _PAGE), min(high, each.stop) // _PAGE * _PAGE
+            if begin < stop:
+                yield each.name, memory[begin - each.start : stop - each.start], advice
 
 
 # ---- Where it goes.
 
 
 class _Disk:
-    """A file without a name, with checksums in memory, that is written and read through two buffers."""
+    """A file without a name, with checksums in memory.  ``is_host``: what sleeps are pages of the host's memory."""
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._file, self._sums = StateFile(Path(folder)), list[list[str]]()
+    def __init__(self, folder: str | os.PathLike[str], is_host: bool) -> None:
+        self._file, self._places = StateFile(Path(folder)), list[tuple[int, list[str]]]()
+        self._buffer = None if is_host else buffer_of(BLOCK_BYTES)
 
-    def _blocks(self, parts: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Yield what blocks of the file hold."""
-        block, free = list[torch.Tensor](), BLOCK_BYTES
-        for part in parts:
-            at = 0
-            while at < part.numel():
-                block.append(part[at : at + free])
-                at, free = at + block[-1].numel(), free - block[-1].numel()
-                if not free:
-                    yield block
-                    block, free = [], BLOCK_BYTES
-        if block:
-            yield block
+    def _blocks(self, parts: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each block, and memory of the host for it: its own, or that of the buffer."""
+        for block in [block for part in parts for block in part.split(BLOCK_BYTES)]:
+            yield block, block if self._buffer is None else self._buffer[: align(len(block), _PAGE)]
 
     def save(self, parts: Sequence[torch.Tensor]) -> None:
-        """Write ``parts``, bytes.  Raises: OSError, where there is no space before anything is written."""
-        blocks = [*self._blocks(parts)]
-        self._file.reserve(len(blocks) * BLOCK_BYTES)
-        buffers = [buffer_of(BLOCK_BYTES) for _ in range(2)]
-        with ThreadPoolExecutor(1) as thread:
-            jobs: list[Future[list[str]]] = []
-            for number, block in enumerate(blocks):
-                if number > 1:
-                    jobs[number - 2].result()
-                buffer = buffers[number % 2]
-                at = 0
-                for part in block:
-                    buffer[at : at + len(part)].copy_(part)
-                    at += len(part)
-                jobs.append(thread.submit(self._file.write, number * BLOCK_BYTES, buffer.numpy().data))
-            self._sums = [job.result() for job in jobs]
+        """Write ``parts``, bytes.  Raises: OSError."""
+        for block, data in self._blocks(parts):
+            data[: len(block)].copy_(block)  # nothing is copied to where it is
+            begin = self._file.take(len(data))
+            self._places.append((begin, self._file.write(begin, data.numpy().data)))
 
     def load(self, parts: Sequence[torch.Tensor]) -> None:
         """Fill ``parts`` with what was saved.  Raises: OSError, also if it is not what was written."""
-        buffers = [buffer_of(BLOCK_BYTES) for _ in range(2)]
-        with ThreadPoolExecutor(1) as thread:
-
-            def read(number: int) -> Future[None]:
-                data = buffers[number % 2].numpy().data
-                return thread.submit(self._file.read, number * BLOCK_BYTES, data, self._sums[number])
-
-            coming = read(0) if self._sums else None
-            for number, block in enumerate(self._blocks(parts)):
-                assert coming is not None
-                coming.result()
-                coming = read(number + 1) if number + 1 < len(self._sums) else None
-                at, buffer = 0, buffers[number % 2]
-                for part in block:
-                    part.copy_(buffer[at : at + len(part)])
-                    at += len(part)
+        for (block, data), (begin, sums) in zip(self._blocks(parts), self._places, strict=True):
+            self._file.read(begin, data.numpy().data, sums)
+            block.copy_(data[: len(block)])
 
 
 class _Host:
     """Memory of the host, page-locked where the device can copy to that."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._copies, self._digests = device_of(device), list[torch.Tensor](), list[list[int]]()
+        self._device, self._copies = device_of(device), list[tuple[torch.Tensor, list[int]]]()
 
     def save(self, parts: Sequence[torch.Tensor]) -> None:
         """Copy ``parts``, bytes."""
-        self._digests = [digest_of(part).tolist() for part in parts]
         for part in parts:
-            memory = self._device.host_memory(part.numel(), torch.uint8, self._device.can_pin)
-            self._copies.append(memory.copy_(part))
+            memory = self._device.host_memory(len(part), torch.uint8, self._device.can_pin)
+            self._copies.append((memory.copy_(part), digest_of(part).tolist()))
 
     def load(self, parts: Sequence[torch.Tensor]) -> None:
         """Fill ``parts`` with what was saved.  Raises: OSError if it is not that."""
-        for part, memory, digest in zip(parts, self._copies, self._digests, strict=True):
-            part.copy_(memory)
-            if digest_of(part).tolist() != digest:
+        for part, (memory, digest) in zip(parts, self._copies, strict=True):
+            if digest_of(part.copy_(memory)).tolist() != digest:
                 raise OSError(errno.EIO, "memory of the host has changed")
 
 
@@ -261,48 +205,61 @@ class Sleep:
     """What sleeps.
 
     Attributes:
-        num_bytes: that have left memory.  held: what could not leave it, by name, in bytes.
+        num_bytes: that have left memory; on CPU in whole pages.
+        held: bytes that could not leave it, by the name of what they are of.
     """
 
     num_bytes: int = 0
     held: dict[str, int] = field(default_factory=dict[str, int])
 
 
-_WORDS = "this tensor is asleep: leave the block of shardwise.asleep() first"
-_asleep: weakref.WeakSet[nn.Module | Optimizer] = weakref.WeakSet()
+_WORDS = "its values are not in memory. Leave the block of shardwise.asleep() first"
 
 
-def _refuse(what: str) -> NoReturn:
-    raise StateError(
-        f"{what} while it is asleep: its values are not in memory. Leave the block of shardwise.asleep() first"
-    )
+def _refusal(what: str) -> Callable[..., NoReturn]:
+    """Return a hook that raises."""
 
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise StateError(f"{what} while it is asleep: {_WORDS}")
 
-class _AsleepGate(Gate):
-    """What every forward and backward of an engine begins with."""
-
-    def check(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse("a forward or backward began")
+    return refuse
 
 
 class _Sleeper:
     """Models and optimizers of this rank, and what becomes of their memory."""
 
-    def __init__(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], to: str | os.PathLike[str]
-    ) -> None:
-        self.models, self.optimizers, self._to, self.report = models, optimizers, to, Sleep()
-        self._units = list(dict.fromkeys(unit for model in models for unit in units_in(model)))
+    def __init__(self, things: Sequence[nn.Module | Optimizer], to: str | os.PathLike[str]) -> None:
+        self._models = [each for each in things if isinstance(each, nn.Module)]
+        self._optimizers = [each for each in things if isinstance(each, Optimizer)]
+        if not things or len(self._models) + len(self._optimizers) < len(things):
+            raise ArgumentTypeError(
+                f"asleep takes models and optimizers, found {[type(each).__name__ for each in things]}: "
+                "shardwise.asleep(model, optimizer, to=...)"
+            )
+        self._to, self.report = to, Sleep()
+        self._units = list(dict.fromkeys(unit for model in self._models for unit in units_in(model)))
         self._engines = list(dict.fromkeys(each for unit in self._units if (each := engine_of(unit)) is not None))
-        self._memory: list[_Sleeping] = []
-        self._moves = False  # memory of the device is freed and allocated again; that of the host stays in its place
-        self._store: _Disk | _Host | None = None
 
-    def check(self) -> None:
-        """Raise StateError, or ConfigError, for what cannot sleep now; reshard units that are full between steps."""
-        if any(each in _asleep for each in (*self.models, *self.optimizers)):
-            raise StateError("it is asleep already: leave the block of shardwise.asleep() that it is in")
-        for optimizer in self.optimizers:
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the plain tensors of parameters, gradients, buffers and optimizer state, by the names of what they are of."""
+        things: list[tuple[str, Any]] = []
+        for model in self._models:
+            things += [*model.named_parameters(), *model.named_buffers()]
+        for unit in self._units:
+            earlier = unit.earlier.held, unit.earlier.partial, unit.earlier.stashed
+            things.append((f"gradients of {unit.name} that wait", earlier))
+        for optimizer in self._optimizers:
+            things.append(("parameters and options of an optimizer", optimizer.param_groups))
+            things.append(("optimizer state", OptimizerState.of(optimizer).inner.state))
+        for name, thing in things:
+            yield from ((name, each) for tensor in tensors_in(thing) for each in _plain(tensor))
+
+    def save(self) -> None:
+        """Copy all memory to where it sleeps; nothing has left yet, but full parameters of units.
+
+        Raises: StateError, or ConfigError, for what cannot sleep now; OSError.
+        """
+        for optimizer in self._optimizers:
             if isinstance(optimizer, ShardedOptimizer) and isinstance(optimizer_backend(optimizer), OffloadedStep):
                 raise ConfigError("OptimizerOffload has its state elsewhere already: put the model alone to sleep")
         for each in self._engines:
@@ -311,143 +268,96 @@ class _Sleeper:
         for unit in self._units:
             engine = engine_of(unit)
             if unit.held is HELD and engine is not None and engine.awaits_backward and unit.full_bytes:
-                held = format_bytes(unit.full_bytes)
                 raise StateError(
-                    f"the graph of a forward holds {held} of full parameters of {unit.name}; run its backward first, or "
-                    "evaluate under torch.no_grad()"
+                    f"the graph of a forward holds {format_bytes(unit.full_bytes)} of full parameters of {unit.name}; run its "
+                    "backward first, or evaluate under torch.no_grad()"
                 )
             unit.reshard()
-
-    def save(self) -> None:
-        """Copy all memory to where it sleeps; nothing has left yet."""
-        earlier = [unit.earlier.waiting for unit in self._units]
-        with withdrawn(earlier):
-            named = [each for model in self.models for each in _of_model(model, units_in(model))]
-            named += [each for optimizer in self.optimizers for each in _of_optimizer(optimizer)]
+        with withdrawn([unit.earlier.waiting for unit in self._units]):
+            named = [*self._tensors()]
         moving = [device for device in {tensor.device for _, tensor in named} if device_of(device).has_streams]
         if self._to == "host" and not moving:
             raise ConfigError('to="host": all of it is in memory of the host already; name a folder of a disk')
+        self._extents = _memory_of((name, each) for name, each in named if not moving or each.device in moving)
+        # Memory of a device is freed, and allocated again; that of the host stays in its place.
         self._moves = bool(moving)
-        self._memory = _memory_of((name, tensor) for name, tensor in named if not moving or tensor.device in moving)
-        self._store = _Host(moving[0]) if self._to == "host" else _Disk(self._to)
-        self._store.save(self._parts())
-
-    def _parts(self) -> list[torch.Tensor]:
-        """Return all memory once, as bytes, in the order of addresses."""
-        parts, end = list[torch.Tensor](), 0
-        for each in self._memory:
-            if each.stop > end:
-                parts.append(each.bytes_from(max(each.start, end)))
-                end = each.stop
-        return parts
+        self._pages = [] if moving else [*_pages_of(self._extents)]
+        self._store = _Host(moving[0]) if self._to == "host" else _Disk(self._to, not moving)
+        parts = [each.bytes() for each in self._extents] if moving else [each for _, each, _ in self._pages]
+        self._store.save(parts)
+        self.report.num_bytes = sum(map(len, parts))
 
     def leave(self) -> None:
         """Give the memory up; from now on every use of it raises."""
-        extents = _extents_of(self._memory)
-        for each in self._memory:
-            away = torch.empty(0, dtype=torch.uint8, device=each.storage.device).untyped_storage()
-            torch_private.refuse_reads(away, _WORDS)
-            torch_private.swap_storage(each.storage, away)
-            each.away = away
-        self.report.num_bytes = sum(stop - start for start, stop in extents)
-        idle: list[_Sleeping] = []
+        for extent in self._extents:
+            for storage, _ in extent.storages:
+                extent.away.append(torch.empty(0, dtype=torch.uint8, device=storage.device).untyped_storage())
+                torch_private.refuse_reads(extent.away[-1], f"this tensor is asleep: {_WORDS}")
+                torch_private.swap_storage(storage, extent.away[-1])
         for engine in self._engines:
+            engine.comm_ctx.pool.trim()
             for link in filter(None, engine.comm_ctx.pass_tracker.known_links.values()):
                 link.rest()
-            pool = engine.comm_ctx.pool
-            for buffer in [each for free in pool.free.values() for each in free if pool.keeps]:
-                start = buffer.storage.data_ptr()
-                idle.append(_Sleeping("", buffer.storage, start, start + buffer.size))
         for unit in self._units:
             unit.reduction.layouts.clear()  # with the memory of small gradients
-        if self._moves:
-            for each in self._memory:
-                each.away = None  # the last reference to memory that is in no other place
-            if torch.accelerator.is_available():
-                torch.accelerator.empty_cache()
-            return
-        _release(_extents_of(idle))
-        for begin, stop in _release(extents):
-            name = next(each.name for each in self._memory if each.start < stop and each.stop > begin)
-            self.report.held[name] = self.report.held.get(name, 0) + stop - begin
-        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        library = ctypes.CDLL(None)
+        for name, memory, advice in self._pages:
+            if library.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(len(memory)), advice):
+                self.report.held[name] = self.report.held.get(name, 0) + len(memory)
+                self.report.num_bytes -= len(memory)
+        for extent in self._extents if self._moves else ():
+            extent.away.clear()  # the last references to memory that is in no other place
+        if self._moves and torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+        if trim := getattr(library, "malloc_trim", None):
             trim(0)
 
     def wake(self) -> None:
         """Bring all memory back.  Raises: StateError if it cannot be read."""
-        assert self._store is not None
-        extents = _extents_of(self._memory)
         try:
-            if not self._moves:
-                self._store.load(self._parts())
-            else:
-                device = self._memory[0].storage.device
-                flats = [torch.empty(stop - start, dtype=torch.uint8, device=device) for start, stop in extents]
-                self._store.load(flats)
-                starts = [start for start, _ in extents]
-                for each in self._memory:
-                    at = bisect.bisect_right(starts, each.start) - 1
-                    place = each.start - starts[at], (each.stop - each.start,)
-                    each.away = suballocate_all(flats[at], [place])[0].untyped_storage()
-        except (OSError, RuntimeError) as error:
-            text = (
-                f"asleep: this rank cannot wake: {getattr(error, 'strerror', None) or error}. Resume from a checkpoint"
-            )
+            parts, sizes = [each for _, each, _ in self._pages], [each.stop - each.start for each in self._extents]
+            if self._moves:
+                device = self._extents[0].storages[0][0].device
+                parts = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+            self._store.load(parts)
+            for extent, flat in zip(self._extents, parts, strict=True) if self._moves else ():
+                places = [place for _, place in extent.storages]
+                extent.away = [each.untyped_storage() for each in suballocate_all(flat, places)]
+        except (OSError, RuntimeError) as why:
+            text = f"asleep: this rank cannot wake: {getattr(why, 'strerror', None) or why}. Resume from a checkpoint"
             publish_failure(text)  # other ranks are about to wait for this one in a collective
-            raise StateError(text) from error
-        for each in self._memory:
-            assert each.away is not None
-            torch_private.swap_storage(each.storage, each.away)
-            each.away = None
-        for unit in self._units if self._moves else ():
-            for bucket in unit.main_buckets:
-                bucket.has_moved()
+            raise StateError(text) from why
+        for extent in self._extents:
+            for (storage, _), away in zip(extent.storages, extent.away, strict=True):
+                torch_private.swap_storage(storage, away)
+        for bucket in [bucket for unit in self._units for bucket in unit.main_buckets if self._moves]:
+            bucket.has_moved()
 
     @contextmanager
     def refusing(self) -> Generator[None, None, None]:
         """Refuse forwards, backwards, optimizer steps and state dicts in the body."""
-        own = {id(param) for model in self.models for param in model.parameters()}
-        own |= {id(param.sharded) for unit in self._units for param in unit.params}
+        modules = [module for model in self._models for module in model.modules()]
+        own = {id(param) for model in self._models for param in model.parameters()}
+        own |= {id(param) for each in self._optimizers for group in each.param_groups for param in group["params"]}
 
         def before_step(optimizer: Optimizer, *_: Any) -> None:
-            if optimizer in self.optimizers or any(
-                id(each) in own for group in optimizer.param_groups for each in group["params"]
-            ):
-                _refuse(f"{type(optimizer).__name__}.step() was called")
+            if any(id(param) in own for group in optimizer.param_groups for param in group["params"]):
+                _refusal(f"{type(optimizer).__name__}.step() was called")()
 
-        def refuse(what: str) -> Callable[..., NoReturn]:
-            return lambda *_, **__: _refuse(what)
-
+        hooks = [register_optimizer_step_pre_hook(before_step)]
+        for each in (*modules, *self._optimizers):
+            hooks.append(each.register_state_dict_pre_hook(_refusal("state_dict() was called")))
+        for each in modules:
+            refusal = _refusal(f"the forward of {type(each).__name__} was called")
+            hooks.append(each.register_forward_pre_hook(refusal, prepend=True))
         with ExitStack() as stack:
-            stack.callback(register_optimizer_step_pre_hook(before_step).remove)
-            for module in [each for model in self.models for each in model.modules()]:
-                forward = module.register_forward_pre_hook(
-                    refuse(f"the forward of {type(module).__name__} was called"), prepend=True
-                )
-                stack.callback(forward.remove)
-                stack.callback(module.register_state_dict_pre_hook(refuse("state_dict() was called")).remove)
-            for optimizer in self.optimizers:
-                stack.callback(optimizer.register_state_dict_pre_hook(refuse("state_dict() was called")).remove)
-            for engine in self._engines:
+            for hook in hooks:
+                stack.callback(hook.remove)
+            for engine in self._engines:  # what every forward and backward begins with
                 stack.callback(setattr, engine, "gate", engine.gate)
-                engine.gate = _AsleepGate(())
-            _asleep.update((*self.models, *self.optimizers))
-            try:
-                yield
-            finally:
-                for each in (*self.models, *self.optimizers):
-                    _asleep.discard(each)
-
-
-def _checked(things: Sequence[Any]) -> tuple[list[nn.Module], list[Optimizer]]:
-    models = [each for each in things if isinstance(each, nn.Module)]
-    optimizers = [each for each in things if isinstance(each, Optimizer)]
-    if not things or len(models) + len(optimizers) < len(things):
-        raise ArgumentTypeError(
-            f"asleep takes models and optimizers, found {[type(each).__name__ for each in things]}: "
-            "shardwise.asleep(model, optimizer, to=...)"
-        )
-    return models, optimizers
+                engine.gate = Gate(())
+                engine.gate.check = _refusal("a forward or backward began")
+            yield
 
 
 @contextmanager
@@ -456,7 +366,8 @@ def asleep(*things: nn.Module | Optimizer, to: str | os.PathLike[str]) -> Genera
 
     Parameters, gradients, buffers, optimizer state and pools go to the host, or to a file without a name in a folder.
     Tensors stay the same objects, and their storages too: optimizers, an EMA, a state dict taken before see the values again.
-    Meanwhile forwards, backwards, steps, state dicts and saves raise StateError.  Collective, between steps.
+    Meanwhile forwards, backwards, steps, state dicts and saves raise StateError.  A numpy array over a parameter on CPU is
+    not refused: it reads zeros, and what is written to it is lost.  Collective, between steps.
 
     Args:
         things: models and optimizers.  A model sleeps with its gradients, an optimizer with its parameters.
@@ -471,9 +382,8 @@ def asleep(*things: nn.Module | Optimizer, to: str | os.PathLike[str]) -> Genera
         >>> with shardwise.asleep(model, optimizer, to="/local"):  # doctest: +SKIP
         ...     generate()
     """
-    sleeper, wrong = _Sleeper(*_checked(things), to), ""
+    sleeper, wrong = _Sleeper(things, to), ""
     try:
-        sleeper.check()
         sleeper.save()
     except (ShardwiseError, OSError, RuntimeError) as error:  # of torch: no memory
         wrong = getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -8,36 +8,30 @@ import os
 import platform
 import secrets
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
+import numpy as np
 import torch
 
 from shardwise.arguments import explains_arguments
 from shardwise.checkpoint.contents import LoadRequests
-from shardwise.checkpoint.files import Files, VerifiedFile, list_checkpoints, read_requests
-from shardwise.checkpoint.format import Entry, Manifest, TensorRecord, Window, bytes_of, dtype_of, join, split, whole
+from shardwise.checkpoint.files import Files, list_checkpoints, read_requests
+from shardwise.checkpoint.format import Manifest, TensorRecord, Window, dtype_of, join, split
+from shardwise.checkpoint.load import foreign_manifest
+from shardwise.consistency.store import digest_of
 from shardwise.errors import ConfigError, DamagedCheckpointError, StateError
-from shardwise.publish.delta import MODULUS, PartChange, bits_of, decode_positions
-from shardwise.publish.versions import (
-    MODEL,
-    POSITIONS,
-    READERS,
-    VALUES,
-    WHOLE,
-    Version,
-    key_of,
-    read_version,
-    write_mark,
-)
+from shardwise.publish.delta import PartChange, bits_of, decode_positions
+from shardwise.publish.versions import MODEL, POSITIONS, PUBLISH, READERS, Version, read_version, write_mark
 from shardwise.safe_files import create_file, move_file
 
 logger = logging.getLogger(__name__)
 Names = Mapping[str, str | Sequence[str]]
-_Changes = dict[str, dict[Window, PartChange]]  # by tensor and part
-_Part = tuple[str, TensorRecord, Window]
+
+
+_Changes = Mapping[str, list[PartChange]]  # of each part, one after the other
 
 
 class WeightReader:
@@ -88,8 +82,10 @@ class WeightReader:
             have another shape or dtype; StateError for weights that are not what this reader has written.  None of them
             changes anything.
         """
-        changes = self._advance(weights, names or {})
-        return {split(name)[1]: torch.cat([each.rows() for each in found]).unique() for name, found in changes.items()}
+        rows: dict[str, list[torch.Tensor]] = {}
+        for changes in self._advance(weights, names or {}).values():
+            rows.setdefault(split(changes[0].name)[1], []).extend(change.rows() for change in changes)
+        return {name: torch.cat(found).unique() for name, found in rows.items()}
 
     def changed_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return name and tensor of all that is new in the newest version, as ``load_weights`` of engines take them.
@@ -97,59 +93,68 @@ class WeightReader:
         Tied tensors come under each name.  They are this reader's own, one copy of the weights in host memory, which later
         calls change.  Raises: as :meth:`advance`.
         """
-        changes = self._advance(None, {})
+        new = dict.fromkeys(changes[0].name for changes in self._advance(None, {}).values())
         ties = {} if self._anchor is None else self._anchor.ties
-        tied = [tie for tie, first in ties.items() if first in changes]
-        return [(split(name)[1], self._own[split(name)[1]]) for name in (*changes, *tied)]
+        names = [split(name)[1] for name in (*new, *(tie for tie, first in ties.items() if first in new))]
+        return [(name, self._own[name]) for name in names]
 
     def close(self) -> None:
         """Remove the mark."""
-        mark, self._mark = self._mark, None
-        if mark is not None:
-            mark.close()
+        if self._mark is not None:
+            self._mark.close()
+            self._mark = None
 
     # ---- inside ----
 
-    def _advance(self, weights: Mapping[str, torch.Tensor] | None, names: Names) -> dict[str, list[PartChange]]:
-        """Return the changes of each tensor, which are then in ``weights``; None: in this reader's own."""
-        path, staged = self._read()
-        if not path:
+    def _advance(self, weights: Mapping[str, torch.Tensor] | None, names: Names) -> _Changes:
+        """Return what has changed, which is then in ``weights``; None: in this reader's own."""
+        if self._receive is not None:
+            self._receive(self._folder)
+        if not list_checkpoints(self._files, self._folder):
             return {}
-        anchor = path[0].manifest if path[0].base is None else self._anchor
-        assert anchor is not None
-        if weights is None and path[0].base is None:
-            own = {name: _empty(each) for name, each in anchor.tensors.items()}
-            self._own = {split(name)[1]: own[anchor.ties.get(name, name)] for name in (*own, *anchor.ties)}
-        targets = _targets(anchor, self._own if weights is None else weights, names)
-        self._verify(path, staged, targets)
-        self._at, self.is_mixed = None, True
-        with torch.inference_mode():
-            for name, changes in staged.items():
-                for target, change in product(targets[name], changes.values()):
-                    change.put(target)
-        self._at, self._anchor, self.is_mixed = path[-1], anchor, False
-        self._tell(0)
-        return {name: list(changes.values()) for name, changes in staged.items()}
+        self._mark_as(reading=True)  # nothing that is in the folder from here on is removed meanwhile
+        try:
+            path = self._path()
+            anchor = path[0].manifest if path and path[0].base is None else self._anchor
+            if not path or anchor is None:
+                return {}
+            staged = self._staged(path, anchor)
+            if weights is None and path[0].base is None:
+                own = {name: LoadRequests(anchor).whole(name) for name in anchor.tensors}
+                self._own = {split(name)[1]: own[anchor.ties.get(name, name)] for name in (*own, *anchor.ties)}
+            targets = _targets(anchor, self._own if weights is None else weights, names)
+            places = [
+                (key, changes, changes[0].window.cut(bits_of(target)))
+                for key, changes in staged.items()
+                for target in targets[changes[0].name]
+            ]
+            with torch.inference_mode():
+                for key, changes, place in places:
+                    self._verify(path, key, changes, place.clone())
+                self._at, self.is_mixed = None, True
+                for _, changes, place in places:
+                    _put(changes, place)
+            self._at, self._anchor, self.is_mixed = path[-1], anchor, False
+            return staged
+        finally:
+            self._mark_as(reading=False)
 
-    def _read(self) -> tuple[list[Version], _Changes]:
-        """Return the versions that lead to the newest one, and all that they change."""
-        tried = 0
-        while True:
-            if self._receive is not None:
-                self._receive(self._folder)
-            there = {each.step: each.path for each in list_checkpoints(self._files, self._folder)}
-            try:
-                path = self._path(there)
-                if path:
-                    self._tell(path[0].manifest.step)
-                return path, self._staged(path)
-            except DamagedCheckpointError:
-                if max(there) <= tried:
-                    raise
-                tried = max(there)  # it may have been removed meanwhile: then a newer one is there
+    def _verify(self, path: Sequence[Version], key: str, changes: Sequence[PartChange], copy: torch.Tensor) -> None:
+        """Compare the digest that a part will have with what was published."""
+        _put(changes, copy)
+        if digest_of(copy) == path[-1].manifest.values.get(f"{PUBLISH}/{key}"):
+            return
+        at, self._at, what = self._at, None, f"{path[-1].path}: {changes[0].name} would not be what was published"
+        if at is None or path[0].base is None:
+            raise DamagedCheckpointError(f"{what}: its digest is another")
+        raise StateError(
+            f"{what}: it was changed since this reader wrote version {at.manifest.step}. Nothing is changed now; "
+            "the next call writes all weights"
+        )
 
-    def _path(self, there: Mapping[int, Path]) -> list[Version]:
+    def _path(self) -> list[Version]:
         """Return the versions from the one after this reader's, or else from the newest anchor, to the newest one."""
+        there = {each.step: each.path for each in list_checkpoints(self._files, self._folder)}
         found: list[Version] = []
         at, number = self._at and self._at.identity, max(there, default=0)
         while number:
@@ -161,82 +166,37 @@ class WeightReader:
             version = read_version(self._files, there[number])
             if version.identity == at:
                 break
-            if found and (found[0].base, {*found[0].digests}) != (version.identity, {*version.digests}):
+            if found and found[0].base != version.identity:
                 raise DamagedCheckpointError(f"{version.path}: is not the version that version {number + 1} follows")
             found.insert(0, version)
-            if version.base in (None, at):
-                break
-            number = version.base[0]
+            number = 0 if version.base is None or version.base == at else version.base[0]
         if found and found[0].base is None:
             logger.info("%s: from version %s to anchor %d", self._folder, self.version, found[0].manifest.step)
         return found
 
-    def _staged(self, path: Sequence[Version]) -> _Changes:
-        staged: _Changes = {}
-        tensors = self._anchor.tensors if self._anchor is not None else {}
+    def _staged(self, path: Sequence[Version], anchor: Manifest) -> _Changes:
+        """Return what has changed along ``path``, by part; all of it is read and verified."""
+        parts = {part.key: (name, each, part.window) for name, each in anchor.tensors.items() for part in each.parts}
+        changes: dict[str, list[PartChange]] = {}
         for version in path:
-            if version.base is None:
-                tensors, order = version.manifest.tensors, LoadRequests(version.manifest)
-                for name, each in tensors.items():
-                    window = whole(each.shape)
-                    staged[name] = {window: PartChange(each.shape, window, None, bits_of(order.whole(name)))}
-                read_requests(self._files, version.path, version.manifest, order.requests)
-                continue
-            parts = {part.key: (name, each, part.window) for name, each in tensors.items() for part in each.parts}
-            for name, change in self._changes(version, parts):
-                known, full = staged.setdefault(name, {}), whole(change.shape)
-                if full in known and known[full].local is None:
-                    change.put(known[full].bits)
-                else:
-                    known[change.window] = change.after(known.get(change.window))
-        return staged
-
-    def _changes(self, version: Version, parts: Mapping[str, _Part]) -> Iterator[tuple[str, PartChange]]:
-        for record in version.manifest.files:
-            place = version.path / record.name
-            file = VerifiedFile(self._files, place, record)
+            # Tensors are found in the headers of files, which are verified with the rest of these.
+            names = [file.name for file in version.manifest.files]
+            found = foreign_manifest(self._files, version.path, names, PUBLISH)
+            order = LoadRequests(replace(version.manifest, tensors=found.tensors))
+            tensors = {split(name)[1]: order.whole(name) for name in found.tensors}
+            read_requests(self._files, version.path, order.manifest, order.requests)
             try:
-                entries = file.header(version.manifest.save_id).entries
-                for full in [full for full in entries if not full.endswith(f"/{POSITIONS}")]:
-                    key, _, kind = full.rpartition("/")
-                    name, tensor, window = parts[key]
-                    new, local = _empty(entries[full]), None
-                    file.read_into(entries[full].begin, bytes_of(new), full)
-                    if kind == VALUES:
-                        at = entries[f"{key}/{POSITIONS}"]
-                        data = bytearray(at.end - at.begin)
-                        file.read_into(at.begin, memoryview(data), full)
-                        local = decode_positions(data, new.numel(), window.numel)
-                    sizes = window.sizes if local is None else local.shape
-                    if kind not in (WHOLE, VALUES) or entries[full].dtype != tensor.dtype or new.shape != sizes:
-                        raise ValueError(f"{kind}: {entries[full].dtype} {list(new.shape)}")
-                    yield name, PartChange(tensor.shape, window, local, bits_of(new))
-            except (KeyError, ValueError) as error:
+                for key, change in _changes(tensors, parts):
+                    changes[key] = [change] if change.local is None else [*changes.get(key, ()), change]
+                changes = {key: changes[key] for key in (parts if path[0].base is None else changes)}
+            except (KeyError, ValueError) as why:
                 raise DamagedCheckpointError(
-                    f"{place}: its tensors are not the changes of a version ({error})"
-                ) from error
-            finally:
-                file.close()
+                    f"{version.path}: its tensors are not the changes of a version ({why})"
+                ) from why
+        return changes
 
-    def _verify(self, path: Sequence[Version], staged: _Changes, targets: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        """Compare the digest that each tensor will have with that of the last version of ``path``."""
-        at = None if path[0].base is None else self._at
-        for name, digest in path[-1].digests.items():
-            changes, key = [*staged.get(name, {}).values()], key_of(name)
-            new = sum(change.digest(change.bits, key) for change in changes) - digest
-            for target in targets[name]:
-                old = 0 if at is None else at.digests[name] - sum(c.digest(c.old(target), key) for c in changes)
-                if (old + new) % MODULUS:
-                    self._at, what = None, f"{path[-1].path}: {name} would not be what was published"
-                    if at is None:
-                        raise DamagedCheckpointError(f"{what}: its digest is another")
-                    raise StateError(
-                        f"{what}: it was changed since this reader wrote version {at.manifest.step}. Nothing is changed now; "
-                        "the next call writes all weights"
-                    )
-
-    def _tell(self, reading: int) -> None:
-        """Leave the mark that this reader has its version, and reads what begins at ``reading`` (0: nothing)."""
+    def _mark_as(self, reading: bool) -> None:
+        """Leave the mark that this reader has its version, and whether it reads others."""
         try:
             if self._mark is None:
                 name = f"{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -250,8 +210,26 @@ class WeightReader:
             logger.warning("%s: the publisher does not know this reader, which leaves no mark: %s", self._folder, error)
 
 
-def _empty(of: TensorRecord | Entry) -> torch.Tensor:
-    return torch.empty(of.shape, dtype=dtype_of(of.dtype, "a tensor"), device="cpu")
+def _put(changes: Iterable[PartChange], part: torch.Tensor) -> None:
+    for change in changes:
+        change.put(part)
+
+
+def _changes(
+    tensors: Mapping[str, torch.Tensor], parts: Mapping[str, tuple[str, TensorRecord, Window]]
+) -> Iterator[tuple[str, PartChange]]:
+    """Yield the changes of parts that the files of a delta have.  Raises: KeyError, ValueError for anything else."""
+    for key, values in tensors.items():
+        if key.rpartition("/")[0] in parts:
+            continue  # positions
+        name, record, window = parts[key]
+        local, positions = None, tensors.get(f"{key}/{POSITIONS}")
+        if positions is not None:
+            local = decode_positions(bits_of(positions).numpy().view(np.uint8), values.numel(), window.numel)
+        sizes = window.sizes if local is None else local.shape
+        if values.dtype != dtype_of(record.dtype, name) or values.shape != sizes:
+            raise ValueError(f"{key}: {values.dtype} {list(values.shape)}")
+        yield key, PartChange(name, window, local, bits_of(values))
 
 
 def _targets(anchor: Manifest, weights: Mapping[str, torch.Tensor], names: Names) -> dict[str, list[torch.Tensor]]:
@@ -275,8 +253,6 @@ def _targets(anchor: Manifest, weights: Mapping[str, torch.Tensor], names: Names
             found[anchor.ties.get(full, full)].append(place)
         if start and start != len(tensor):
             raise ConfigError(f"{given}: it has {len(tensor)} rows, the tensors of names= {start}")
-    if lacking := [split(name)[1] for name, each in found.items() if not each]:
-        raise ConfigError(
-            f"weights lack {lacking[0]!r} (of {len(lacking)} tensors); what has other names goes into names="
-        )
+    if lacks := [split(name)[1] for name, each in found.items() if not each]:
+        raise ConfigError(f"weights lack {lacks[0]!r} (of {len(lacks)} tensors); what has other names goes into names=")
     return found

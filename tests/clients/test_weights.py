@@ -11,7 +11,7 @@ import torch.distributed as dist
 from helpers.ranks import on_ranks
 from safetensors.torch import load_file
 
-from shardwise import full_state_dict, fully_shard
+from shardwise import WeightPublisher, WeightReader, full_state_dict, fully_shard
 
 pytestmark = pytest.mark.clients
 
@@ -52,3 +52,29 @@ def test_adapters_of_peft_are_saved_from_shards_and_loaded_before_sharding(tmp_p
     assert torch.equal(plain(input_ids=tokens).logits, expected)
     assert torch.equal(sharded(plain)(input_ids=tokens).logits, expected)
     assert sum(param.requires_grad for param in plain.parameters()) == 8
+
+
+def is_adapter(name: str) -> bool:
+    return "lora_" in name
+
+
+@on_ranks(2)
+def test_adapters_of_peft_are_published_alone_and_written_into_an_engine_that_has_the_base(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=3, target_modules=["q_proj", "v_proj"])
+    model, engine = sharded(get_peft_model(base(), config)), get_peft_model(base(), config)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    publisher, reader = WeightPublisher(model, tmp_path, only=is_adapter), WeightReader(tmp_path)
+    tokens = torch.arange(8).view(2, 4)
+    for _ in range(3):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        publisher.publish()
+        dist.barrier()  # rank 0 has committed
+        changed = reader.advance(engine.state_dict())
+        assert len(changed) == 8
+        assert all(map(is_adapter, changed))
+        assert torch.equal(engine(input_ids=tokens).logits, model(input_ids=tokens).logits)
+        dist.barrier()

@@ -519,15 +519,15 @@ def test_an_interrupt_while_tensors_are_written_says_that_they_are_mixed(tmp_pat
     engine.advance()
     change_some(model, 0.1, 0)
     publisher.publish()
-    put, calls = torch.Tensor.__setitem__, []
+    put, calls = torch.Tensor.put_, []
 
-    def interrupted(tensor: torch.Tensor, *arguments: Any) -> None:
-        calls.append(0)
-        if len(calls) == 3:
+    def interrupted(tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        calls.append(engine.reader.is_mixed)
+        if sum(calls) == 3:
             raise KeyboardInterrupt
-        put(tensor, *arguments)
+        return put(tensor, *arguments)
 
-    with mock.patch.object(torch.Tensor, "__setitem__", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(torch.Tensor, "put_", interrupted), pytest.raises(KeyboardInterrupt):
         engine.advance()
     assert engine.reader.is_mixed
     assert engine.reader.version is None
@@ -539,33 +539,37 @@ def test_an_interrupt_while_tensors_are_written_says_that_they_are_mixed(tmp_pat
 # ---- Readers' marks, and what is removed.
 
 
-def test_versions_before_an_anchor_go_unless_a_live_reader_reads_them(tmp_path: Path) -> None:
+def test_versions_before_an_anchor_go_unless_a_live_reader_reads(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     publisher = WeightPublisher(model, tmp_path, anchor_every=2, most_versions=4)
     for _ in range(3):
         publisher.publish()
     assert versions(tmp_path) == ["step-00000003"]
     held = WeightReader(tmp_path)
-    read, calls = os.preadv, []
+    read, seen = os.preadv, []
 
-    def interrupted(*arguments: Any) -> int:
-        calls.append(0)
-        if len(calls) > 1:  # after the manifest
-            raise KeyboardInterrupt
+    def slow(*arguments: Any) -> int:
+        if not seen:
+            for _ in range(4):  # meanwhile
+                seen.append([])
+                publisher.publish()
+                seen[-1] = versions(tmp_path)
         return read(*arguments)
 
-    with mock.patch.object(os, "preadv", interrupted), pytest.raises(KeyboardInterrupt):
+    with (
+        mock.patch.object(os, "preadv", slow),
+        pytest.raises(DamagedCheckpointError, match="step-00000003.*the file is missing"),
+    ):
         held.advance(model.state_dict())
-    publisher.publish()
-    publisher.publish()
-    assert versions(tmp_path) == [f"step-{n:08d}" for n in (3, 4, 5)]
-    publisher.publish()
-    publisher.publish()  # one more than 4
-    assert versions(tmp_path) == [f"step-{n:08d}" for n in (4, 5, 6, 7)]
-    held.close()
+    assert seen[1] == [f"step-{n:08d}" for n in (3, 4, 5)]
+    assert seen[3] == [f"step-{n:08d}" for n in (4, 5, 6, 7)]  # there was one more than 4
     publisher.publish()
     publisher.publish()
     assert versions(tmp_path) == ["step-00000009"]
+    assert os.listdir(tmp_path / "readers")
+    held.close()
+    publisher.publish()
+    publisher.publish()
     assert not os.listdir(tmp_path / "readers")
 
 
@@ -625,8 +629,8 @@ def test_versions_reach_readers_by_what_users_send_and_receive(tmp_path: Path) -
 
 @on_ranks(2)
 def test_ranks_that_publish_into_different_folders_are_named(tmp_path: Path) -> None:
-    publisher = WeightPublisher(replicate(nn.Linear(2, 2)), tmp_path / str(dist.get_rank()))
-    with pytest.raises(CheckpointError, match="rank 0 publishes into .*/0, rank 1 into .*/1; pass one folder"):
+    publisher = WeightPublisher(fully_shard(nn.Linear(2, 2)), tmp_path / str(dist.get_rank()))
+    with pytest.raises(CheckpointError, match="rank 1: FileNotFoundError: No such file or directory: .*/1/.saving"):
         publisher.publish()
 
 
@@ -678,7 +682,7 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     model: Any = nn.Linear(2, 2)
     with pytest.raises(ArgumentTypeError, match="WeightPublisher takes a module, found OrderedDict"):
         WeightPublisher(model.state_dict(), tmp_path)
-    with pytest.raises(ConfigError, match="anchor_every is 0"):
+    with pytest.raises(ConfigError, match="WeightPublisher: anchor_every must be at least 1, got 0"):
         WeightPublisher(model, tmp_path, anchor_every=0)
     with pytest.raises(ArgumentTypeError, match="It takes .*anchor_every"):
         WeightPublisher(model, tmp_path, anchors=3)
@@ -687,7 +691,7 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_files_can_be_read_without_the_package(tmp_path: Path) -> None:
-    """Do what docs/weight_deltas.md says, with json and safetensors alone."""
+    """Do what docs/design/034-weight-deltas.md says, with json and safetensors alone."""
     from safetensors.torch import load_file
 
     model = nn.Linear(50, 40, bias=False)
@@ -708,5 +712,15 @@ def test_the_files_can_be_read_without_the_package(tmp_path: Path) -> None:
         if byte < 128:
             place, gap, shift = place + gap + 1, 0, 0
             positions.append(place)
-    weight.view(-1)[positions] = found["model/weight/values"]
+    weight.view(-1)[positions] = found["model/weight"]
     assert torch.equal(weight, model.weight.bfloat16())
+    odd, total = -7046029254386353131, 0
+    for place, value in enumerate(weight.view(torch.int16).view(-1).tolist(), start=1):
+        weight_of = signed(place * odd)
+        total += value * (signed((weight_of ^ (weight_of >> 31)) * odd) | 1)
+    assert signed(total) == manifest["values"]["publish/model/weight"]
+
+
+def signed(number: int) -> int:
+    """Return ``number`` modulo 2**64, as a signed one."""
+    return (number + 2**63) % 2**64 - 2**63
