@@ -6,7 +6,6 @@ Sums of gradients are exact in it, so that its parameters are the same to the bi
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import json
 import os
@@ -167,7 +166,7 @@ def train(settings: dict[str, Any]) -> None:
                     hang(place)
                 elif place in ("interrupt", "slow exit"):
                     if place == "slow exit":
-                        atexit.register(time.sleep, 4.0)
+                        leave_late()
                     note(settings, f"interrupted-{process}")
                     os.kill(os.getpid(), signal.SIGINT)
                 elif isinstance(place, str):
@@ -310,6 +309,12 @@ def hang(how: str) -> None:
     while how == "spin":
         pass
     time.sleep(1e6)
+
+
+def leave_late() -> None:
+    """Let this process take seconds to exit after an exception, as the exit hook of a tracker may."""
+    hook = sys.excepthook
+    sys.excepthook = lambda *error: (hook(*error), time.sleep(4.0))
 
 
 def note(settings: dict[str, Any], what: str) -> None:

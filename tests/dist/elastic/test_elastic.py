@@ -266,28 +266,37 @@ def test_once_a_process_has_raised_none_is_replaced_and_no_rank_is_interrupted(t
 
 
 PROGRAM = """
-import atexit, os, signal, time, torch, torch.distributed as dist, shardwise
+import os, signal, sys, time, torch, torch.distributed as dist, shardwise
 from torch import nn
 me = int(os.environ["RANK"])
+hook = sys.excepthook
+def leave_late(*error):
+    hook(*error)
+    {late}
+sys.excepthook = leave_late
 def build():
     model = shardwise.shard_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), min_unit_bytes=0)
     return model, torch.optim.AdamW(model.parameters())
 def step(run, model, optimizer):
+    loss = model(torch.randn(4, 8)).square().mean()  # all ranks have written the step before
     {hurt}
-    model(torch.randn(4, 8)).square().mean().backward()
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 """
 INTERRUPTED = (
-    PROGRAM.format(hurt="if run.number == 3 and me == 1: os.kill(os.getpid(), signal.SIGINT)")
+    PROGRAM.format(hurt="if run.number == 3 and me == 1: os.kill(os.getpid(), signal.SIGINT)", late="time.sleep(4)")
     + """
-if me == 1: atexit.register(time.sleep, 4.0)
 run = shardwise.elastic(build, step, num_steps=6)
 if dist.get_rank() == 0: print("end", run.number, "of", dist.get_world_size())
 """
 )
 RAISING = (
-    PROGRAM.format(hurt="if run.number == 3: hurt()")
+    PROGRAM.format(
+        hurt="if run.number == 3: hurt()",
+        # As a thread does that wakes up in C++ while Python ends.
+        late="time.sleep(3 if me == 0 else 6); me or os.abort()",
+    )
     + """
 def hurt():
     print("makes step 3", flush=True)
@@ -295,11 +304,6 @@ def hurt():
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
     raise ValueError("a bug of the user")
-class Slow:
-    def __del__(self, sleep=time.sleep, abort=os.abort, me=me):
-        sleep(3 if me == 0 else 6)
-        if me == 0: abort()  # as a thread does that wakes up in C++ while Python ends
-keep = Slow()
 shardwise.elastic(build, step, num_steps=6)
 """
 )
