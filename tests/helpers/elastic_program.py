@@ -96,7 +96,9 @@ def undisturbed(num_steps: int = NUM_STEPS, kind: str = "") -> dict[str, torch.T
     return found
 
 
-def fix_sums(model: Layers, optimizer: torch.optim.Optimizer) -> shardwise.Reproducible:
+def fix_sums(model: nn.Module, optimizer: torch.optim.Optimizer) -> shardwise.Reproducible:
+    """Fix the order of sums; a buffer that counts forwards is none that Reproducible can sum."""
+    assert isinstance(model, Layers)
     model.counts = False
     return shardwise.Reproducible(model, optimizer, num_microbatches=NUM_MICROBATCHES, seed=0)
 
