@@ -1,10 +1,10 @@
-"""State after a step, each rank's part in memory that outlives the rank: the launcher has it, as files without a name.
+"""State after a step, each rank's part in memory that outlives the rank: files without a name (:mod:`.keeper`).
 
-There are two sets of files, one per rank in each.  Steps are written to them in turn, so that one set is complete whenever
-a rank is killed.  A rank at any position of any world reads what it needs, by the names and windows of checkpoints.
+There are two sets of files.  Steps are written to them in turn, so that one set is complete whenever a rank is killed.  A
+rank at any position of any world reads what it needs, by the names and windows of checkpoints.
 
-On several hosts each host has such files.  A rank sends its part to a rank of the next host, during the next forward, and
-all have received before the older set is written over: one set is complete without any one host.
+On several hosts each host has such files.  A rank also sends its part to a rank of the next host, before the step counts as
+written: one set is complete without any one host.
 """
 
 from __future__ import annotations
@@ -14,17 +14,28 @@ import mmap
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.checkpoint.contents import Contents, LoadRequests, Request, merged
-from shardwise.checkpoint.format import Manifest, PartRecord, TensorRecord, Write, bytes_of, sum_of
-from shardwise.checkpoint.state import carriers_of
+from shardwise.checkpoint.contents import Contents, LoadRequests, Request, Windows, merged
+from shardwise.checkpoint.format import (
+    Held,
+    Manifest,
+    PartRecord,
+    TensorRecord,
+    Write,
+    bytes_of,
+    held_from_text,
+    held_to_text,
+    share_out,
+    sum_of,
+)
+from shardwise.checkpoint.state import BufferCheck, carriers_of, contents_of
 from shardwise.consistency.process_groups import (
     await_collective,
     begin_exchange,
@@ -32,19 +43,19 @@ from shardwise.consistency.process_groups import (
     gather_objects,
     largest_words,
 )
+from shardwise.elastic.membership import Generation
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes
 from shardwise.layout import align
 from shardwise.observe import note
-from shardwise.optim.slices import Window
 
-_MARK = struct.Struct("<QQQ")  # complete or not (1, 0), begin and size of the description
-_TOLD = struct.Struct("<Q")  # after it: whether on_commit has returned (1), or not (0)
+_MARK = struct.Struct("<QQQQ")  # one of these; begin and size of the description; generation
+_PARTIAL, _WHOLE, _TOLD = range(3)  # not whole; whole; and on_commit has returned
 _BEGIN = 64  # of tensors, which follow each other by the size of their dtype: all are aligned
 
 
 @dataclass(frozen=True, slots=True)
-class CommitMark:
+class _CommitMark:
     """The state after ``step`` steps, by ``num_ranks`` ranks of a generation."""
 
     step: int
@@ -52,37 +63,38 @@ class CommitMark:
     num_ranks: int
 
 
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """What a state in memory says of its step.
+
+    Attributes:
+        step: the number of steps.  results: what the last of them returned on each rank, as it was written.
+        is_told: on_commit has returned for it on all.
+    """
+
+    step: int
+    results: Sequence[str]
+    is_told: bool
+
+
 @dataclass(slots=True)
 class _MemoryFile:
-    """One rank's part of a set; ``fd``: -1 if it is on another host."""
+    """A file for one rank's part of a set."""
 
     fd: int
     mapping: mmap.mmap | None = None
-    writes: Sequence[Write] | None = None  # that ``places`` and ``parts`` describe
-    places: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    parts: str = ""
 
-    def write(self, moment: CommitMark, writes: Sequence[Write], contents: Contents, result: str) -> torch.Tensor:
-        """Write this rank's part, and return its bytes.  The mark is last, so that a file that is not whole has none."""
-        if self.writes is not writes:
-            self.places = list(pairwise(accumulate((write.num_bytes for write in writes), initial=_BEGIN)))
-            rows = [
-                [w.name, w.dtype, w.shape, w.window.offsets, w.window.sizes, *place]
-                for w, place in zip(writes, self.places, strict=True)
-            ]
-            self.writes, self.parts = writes, json.dumps(rows, separators=(",", ":"))
-        head = json.dumps([moment.step, moment.generation, moment.num_ranks, contents.values, contents.ties, result])
-        text = f"{head[:-1]},{self.parts}]".encode()
-        end = align(self.places[-1][1] if writes else _BEGIN, _BEGIN)
+    def write(self, moment: _CommitMark, text: bytes, places: _Places, contents: Contents) -> torch.Tensor:
+        """Write a part and its description, and return its bytes.  The mark is last: a file that is not whole has none."""
+        end = align(places[-1][2] if places else _BEGIN, _BEGIN)
         mapping = self._sized(end + len(text))
-        _MARK.pack_into(mapping, 0, 0, end, len(text))
-        for write, (begin, after) in zip(writes, self.places, strict=True):
+        _MARK.pack_into(mapping, 0, _PARTIAL, end, len(text), moment.generation)
+        for write, begin, after in places:
             tensor = contents.tensor_at(write.name, write.window)
             mapping[begin:after] = bytes_of(tensor.cpu().contiguous())  # memcpy: faster than copy_()
         note("elastic commit", f"step {moment.step}")
         mapping[end : end + len(text)] = text
-        _TOLD.pack_into(mapping, _MARK.size, 0)
-        _MARK.pack_into(mapping, 0, 1, end, len(text))
+        _MARK.pack_into(mapping, 0, _WHOLE, end, len(text), moment.generation)
         return torch.frombuffer(mapping, dtype=torch.uint8, count=end + len(text))
 
     def put(self, part: torch.Tensor) -> None:
@@ -105,59 +117,135 @@ class _MemoryFile:
         """Return the description, None if the file is not whole."""
         if not self.num_bytes:
             return None
-        is_whole, begin, length = _MARK.unpack(os.pread(self.fd, _MARK.size, 0))
-        if not is_whole:
-            return None
-        (is_told,) = _TOLD.unpack(os.pread(self.fd, _TOLD.size, _MARK.size))
-        return [*json.loads(os.pread(self.fd, length, begin)), is_told]
+        how, begin, length, _ = _MARK.unpack(os.pread(self.fd, _MARK.size, 0))
+        return None if how == _PARTIAL else [*json.loads(os.pread(self.fd, length, begin)), how == _TOLD]
 
     @property
     def num_bytes(self) -> int:
         """Size of the file."""
-        return os.fstat(self.fd).st_size if self.fd >= 0 else 0
+        return os.fstat(self.fd).st_size
 
     def read(self) -> torch.Tensor:
         """Return the memory."""
         return torch.frombuffer(mmap.mmap(self.fd, 0, prot=mmap.PROT_READ | mmap.PROT_WRITE), dtype=torch.uint8)
 
 
-class SavedState:
-    """One complete set: the state after a step.
+_Places: TypeAlias = list[tuple[Write, int, int]]  # what a rank writes, and where it begins and ends in its file
+# By the rank that describes the files of a host: where there a part is, its values and ties, what the step returned, what the
+# rank held, and whether on_commit has returned.
+_Holders: TypeAlias = dict[int, list[Any]]
 
-    Attributes:
-        results: what the step returned on each rank, as it was written.  is_told: on_commit has returned on all.
 
-    ``holders``: for each file, the ranks that describe a host which has it, and the file's description.
+class StateMemory:
+    """The two sets of files of this host, and what the ranks of a generation write into them; all ranks together.
+
+    Args:
+        fds: of both sets.
+    Raises: ConfigError if a set has fewer files than this host has ranks, and copies.
     """
 
-    def __init__(
-        self, moment: CommitMark, files: Sequence[_MemoryFile], holders: Sequence[dict[int, list[Any]]]
-    ) -> None:
-        self.moment, self._files, self._holders = moment, files, holders
-        tensors: dict[str, tuple[str, list[int], list[PartRecord]]] = {}
-        ties: dict[str, str] = {}
-        described = [next(iter(each.values())) for each in holders]
-        self.is_told = all(any(each[-1] for each in found.values()) for found in holders)
-        self.results = [str(each[2]) for each in described]
-        for rank, (_, own_ties, _, rows, _) in enumerate(described):
-            ties |= own_ties
-            for name, dtype, shape, offsets, sizes, begin, end in rows:
-                part = PartRecord(rank, name, Window(tuple(offsets), tuple(sizes)), begin, end)
-                tensors.setdefault(name, (dtype, shape, []))[2].append(part)
-        records = {
-            name: TensorRecord(dtype, tuple(shape), tuple(parts)) for name, (dtype, shape, parts) in tensors.items()
-        }
-        values: list[Mapping[str, Any]] = [each[0] for each in described]
-        save_id = sum_of(f"step {moment.step}".encode())
-        self._manifest = Manifest(save_id, moment.step, moment.num_ranks, (), records, ties, merged(values))
+    def __init__(self, fds: Sequence[int], generation: Generation, group: dist.ProcessGroup) -> None:
+        most = len(fds) // 2
+        self._sets = [[_MemoryFile(fd) for fd in each] for each in (fds[:most], fds[most:])]
+        self._newest = 1  # the set that the next write must leave alone
+        self._number, self.group, self._rank = generation.number, group, group.rank()
+        hosts = generation.hosts or (0,) * group.size()
+        by_host = [[rank for rank, each in enumerate(hosts) if each == host] for host in dict.fromkeys(hosts)]
+        self._num_hosts = len(by_host)
+        here = next(each for each in by_host if self._rank in each)
+        self._first = here[0]
+        self._partners: dict[int, int] = {}  # by rank: on the next host, with a copy of its part
+        for each, others in zip(by_host, by_host[1:] + by_host[:1], strict=True):
+            self._partners |= {rank: others[number % len(others)] for number, rank in enumerate(each)}
+        self._kept = sorted({*here, *(rank for rank, partner in self._partners.items() if partner in here)})
+        if len(self._kept) > most:
+            raise ConfigError(
+                f"elastic: the memory of a host is for {most} ranks, and copies of another one's; found {len(self._kept)}. "
+                "Start fewer ranks per host"
+            )
+        self._own: Sequence[_MemoryFile] = ()  # of the newest set, where this rank notes that on_commit has returned
+        self._held: dict[str, Held] = {}
+        self._windows, self._places, self._text = Windows(), _Places(), ""  # of this rank's file, and ``held`` as text
+        self.lost_step = 0  # after a load: the newest that a file has, if no set is complete
 
-    def load(self, state: Mapping[str, Any], group: dist.ProcessGroup, num_hosts: int) -> None:
-        """Put it into ``state``, whose parts on this rank are of any sharding; what a host lacks is broadcast.
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of both sets on this host."""
+        return sum(file.num_bytes for each in self._sets for file in each)
 
-        Collective.  Raises: ConfigError if ``state`` has other tensors than were saved.
+    def commit(self, state: Mapping[str, Any], step: int, newest: int, result: str) -> bool:
+        """Write the state after a step.  Return True if a rank knows of a newer generation (``newest``): all return the same.
+
+        After the exchange all ranks have ended the step, so the set of the step before is complete, without any one host,
+        and the one before that is written over.
+
+        ``result``: what on_commit is to get.  Raises: ConfigError on every rank if values differ between ranks.
         """
-        order = LoadRequests(self._manifest)
-        carriers = carriers_of(state, group.rank(), group.size())
+        contents = contents_of(state, self._rank, self.group.size(), self._windows)
+        BufferCheck(contents, "per_rank", self._rank)
+        common = {name: value for name, value in contents.values.items() if name not in contents.divided}
+        digest = int(sum_of(json.dumps(common).encode())[:15], 16)
+        facts = [newest, int(contents.held != self._held), digest, -digest]
+        words = torch.tensor(facts, dtype=torch.int64, device="cpu")
+        largest_words(words, self.group)
+        newest, is_new, most, least = words.tolist()
+        if most != -least:
+            merged(gather_objects(common, self.group))
+        if is_new:
+            self._held, self._text = contents.held, held_to_text(contents.held.values())
+            held = map(held_from_text, gather_objects(self._text, self.group))
+            self._places = _places_of(share_out([*held]), self._rank)
+        self._write(_CommitMark(step, self._number, self.group.size()), contents, result)
+        return newest > self._number
+
+    def _write(self, moment: _CommitMark, contents: Contents, result: str) -> None:
+        is_first = self._rank == self._first
+        if is_first and self._num_hosts > 1:
+            _note_told(self._sets[self._newest])  # on_commit has returned on all: also in copies of other hosts
+        self._newest = 1 - self._newest
+        files = self._sets[self._newest]
+        for file in files[len(self._kept) :] if is_first else ():  # of ranks that are lost, or now on other hosts
+            os.ftruncate(file.fd, 0)
+        by_rank = dict(zip(self._kept, files, strict=False))
+        self._own = [by_rank[self._rank]]
+        head = json.dumps([*astuple(moment), self._rank, contents.values, contents.ties, result])
+        part = by_rank[self._rank].write(moment, f"{head[:-1]},{self._text}]".encode(), self._places, contents)
+        if self._num_hosts > 1:
+            sizes = gather_objects(len(part), self.group)
+            takes = [size * (self._partners[other] == self._rank) for other, size in enumerate(sizes)]
+            sends = [len(part) * (other == self._partners[self._rank]) for other in range(moment.num_ranks)]
+            coming = torch.empty(sum(takes), dtype=torch.uint8, device="cpu")
+            await_collective(begin_exchange(coming, part, takes, sends, self.group), self.group)
+            for other, copy in enumerate(coming.split(takes)):
+                if len(copy):
+                    by_rank[other].put(copy)
+
+    def note_told(self) -> None:
+        """Note that on_commit has returned for the newest step on this rank."""
+        _note_told(self._own)
+
+    def load(self, state: Mapping[str, Any]) -> SavedStep | None:
+        """Put the newest state that is complete on all hosts together into ``state``, of any sharding; None if there is none.
+
+        Collective; no rank may write meanwhile.  Raises: ConfigError if ``state`` has other tensors than were saved.
+        """
+        found = self._find()
+        if found is None:
+            return None
+        moment, holders = found
+        described = [next(iter(each.values())) for each in holders]
+        writes = share_out([held_from_text(json.dumps(each[4])) for each in described])
+        places = [_places_of(writes, rank) for rank in range(moment.num_ranks)]
+        tensors: dict[str, tuple[Write, list[PartRecord]]] = {}
+        for rank, own in enumerate(places):
+            for write, begin, end in own:
+                part = PartRecord(rank, write.key, write.window, begin, end)
+                tensors.setdefault(write.name, (write, []))[1].append(part)
+        records = {name: TensorRecord(w.dtype, w.shape, tuple(parts)) for name, (w, parts) in tensors.items()}
+        ties = {name: other for each in described for name, other in each[2].items()}
+        values: list[Mapping[str, Any]] = [each[1] for each in described]
+        order = LoadRequests(Manifest("0" * 32, moment.step, moment.num_ranks, (), records, ties, merged(values)))
+        carriers = carriers_of(state, self._rank, self.group.size())
         applies = [carrier.ask(order) for carrier in carriers]
         odd = [*order.missing, *order.unlike, *order.unexpected([carrier.prefix for carrier in carriers])]
         if odd:
@@ -165,121 +253,74 @@ class SavedState:
                 f"elastic: build() made a state that differs from the one before a rank was lost: {', '.join(odd[:4])}. It "
                 "must make the same model and optimizer at every call, at any number of ranks"
             )
-        wanted: list[list[tuple[Request, PartRecord]]] = [[] for _ in self._files]
-        for request in order.requests:
-            for part in request.record.parts:
-                wanted[part.file].append((request, part))
-        for file, holders, requests in zip(self._files, self._holders, wanted, strict=True):
-            if len(holders) == num_hosts:
-                memory = file.read()
-            else:
-                source, (*_, rows, _) = next(iter(holders.items()))
-                num_bytes = rows[-1][-1] if rows else 0
-                is_source = group.rank() == source
-                memory = (
-                    file.read()[:num_bytes] if is_source else torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-                )
-                broadcast(memory, source, group)
-            for request, part in requests:
-                _fill(request, part, memory)
+        self._fill(order.requests, holders, places)
         for apply in applies:
             apply()
+        is_told = all(any(each[-1] for each in part.values()) for part in holders)
+        return SavedStep(moment.step, [str(each[3]) for each in described], is_told)
 
-
-def _fill(request: Request, part: PartRecord, memory: torch.Tensor) -> None:
-    common = part.window.meet(request.window) if part.window.sizes else part.window
-    if common is not None and common.numel:
-        source = memory[part.begin : part.end].view(request.target.dtype).view(part.window.sizes)
-        common.cut(request.target, request.window).copy_(common.cut(source, part.window))
-
-
-class StateMemory:
-    """The two sets of files of this host.
-
-    Args:
-        fds: by set and rank.  hosts: of each rank of ``group``.
-    """
-
-    def __init__(self, fds: Sequence[Sequence[int]], hosts: Sequence[int], group: dist.ProcessGroup) -> None:
-        self._sets = [[_MemoryFile(fd) for fd in each] for each in fds]
-        self._newest = 1  # the set that the next write must leave alone
-        self._group = group
-        by_host = [[rank for rank, each in enumerate(hosts) if each == host] for host in dict.fromkeys(hosts)]
-        self.num_hosts = len(by_host)
-        here = next(each for each in by_host if group.rank() in each)
-        self._is_first = group.rank() == here[0]
-        self._partners: dict[int, int] = {}  # by rank: on the next host, with a copy of its part
-        for each, others in zip(by_host, by_host[1:] + by_host[:1], strict=True):
-            self._partners |= {rank: others[number % len(others)] for number, rank in enumerate(each)}
-        self._kept = {*here, *(rank for rank, partner in self._partners.items() if partner in here)}
-        self._coming: tuple[dist.Work, Sequence[_MemoryFile], Sequence[torch.Tensor]] | None = None
-        self.lost_step = 0  # after reading: the newest that a file has, if no set is complete
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of both sets on this host."""
-        return sum(file.num_bytes for each in self._sets for file in each)
-
-    def write(self, moment: CommitMark, writes: Sequence[Write], contents: Contents, result: str) -> None:
-        """Write this rank's part over the older set; every rank must have written and received its parts of the newer one.
-
-        ``result``: what on_commit is to get.
-        """
-        if self._is_first and self.num_hosts > 1:
-            self.note_told(by_all=True)
-        number, rank = 1 - self._newest, self._group.rank()
-        files = self._sets[number]
-        part = files[rank].write(moment, writes, contents, result)
-        for other, file in enumerate(files) if self._is_first else ():
-            if other not in self._kept and file.num_bytes:
-                os.ftruncate(file.fd, 0)  # of a rank that is lost, or now on another host
-        self._newest = number
-        if self.num_hosts > 1:
-            sizes = torch.zeros(moment.num_ranks, dtype=torch.int64, device="cpu")
-            sizes[rank] = len(part)
-            largest_words(sizes, self._group)
-            takes = [size * (self._partners[other] == rank) for other, size in enumerate(sizes.tolist())]
-            sends = [len(part) * (other == self._partners[rank]) for other in range(moment.num_ranks)]
-            coming = torch.empty(sum(takes), dtype=torch.uint8, device="cpu")
-            self._coming = begin_exchange(coming, part, takes, sends, self._group), files, coming.split(takes)
-
-    def note_told(self, by_all: bool = False) -> None:
-        """Note that on_commit has returned for the newest step on this rank, or on all: then also in copies of other hosts."""
-        files = self._sets[self._newest]
-        for file in files if by_all else files[self._group.rank() :: self._group.size()]:  # fewer than have written it
-            if file.num_bytes:
-                os.pwrite(file.fd, _TOLD.pack(1), _MARK.size)
-
-    def receive(self, may_wait: bool = True) -> None:
-        """Write the parts of another host's ranks that are to come; all of them, or none if that needs a wait."""
-        if self._coming is None or not (may_wait or self._coming[0].is_completed()):
-            return
-        (work, files, parts), self._coming = self._coming, None
-        await_collective(work, self._group)
-        for file, part in zip(files, parts, strict=False):
-            if len(part):
-                file.put(part)
-
-    def read(self) -> SavedState | None:
-        """Return the newest set that is complete on all hosts together, None if there is none; no rank may write meanwhile."""
-        is_asked = self._is_first or self.num_hosts == 1
-        mine = [[file.describe() for file in each] for each in self._sets] if is_asked else []
-        tables = gather_objects(mine, self._group) if self.num_hosts > 1 else [mine]
-        found: dict[tuple[CommitMark, int], dict[int, dict[int, list[Any]]]] = {}
+    def _find(self) -> tuple[_CommitMark, list[_Holders]] | None:
+        """Return the newest set that is complete, and who has each of its parts."""
+        mine = [[file.describe() for file in each] for each in self._sets] if self._rank == self._first else []
+        tables = gather_objects(mine, self.group)
+        found: dict[tuple[_CommitMark, int], dict[int, _Holders]] = {}
         for holder, table in enumerate(tables):
             for number, descriptions in enumerate(table):
-                for rank, each in enumerate(descriptions):
-                    if each is not None and rank < each[2]:
-                        files = found.setdefault((CommitMark(*each[:3]), number), {})
-                        files.setdefault(rank, {})[holder] = each[3:]
-        whole = [key for key, files in found.items() if len(files) == key[0].num_ranks]
+                for place, each in enumerate(descriptions):
+                    if each is not None:
+                        parts = found.setdefault((_CommitMark(*each[:3]), number), {})
+                        parts.setdefault(each[3], {})[holder] = [place, *each[4:]]
+        whole = [key for key, parts in found.items() if len(parts) == key[0].num_ranks]
         self.lost_step = 0 if whole else max((key[0].step for key in found), default=0)
         if not whole:
             return None
         # A host that was away may have later steps of an earlier generation, which the others have given up.
         moment, self._newest = newest = max(whole, key=lambda each: (each[0].generation, each[0].step))
-        holders = [found[newest][rank] for rank in range(moment.num_ranks)]
-        return SavedState(moment, self._sets[self._newest][: moment.num_ranks], holders)
+        if self._num_hosts == 1:  # fewer than have written it
+            self._own = self._sets[self._newest][self._rank :: self.group.size()]
+        return moment, [found[newest][rank] for rank in range(moment.num_ranks)]
+
+    def _fill(self, requests: Sequence[Request], holders: Sequence[_Holders], places: Sequence[_Places]) -> None:
+        """Fill the targets of ``requests``; what a host lacks is broadcast."""
+        wanted: list[list[tuple[Request, PartRecord]]] = [[] for _ in holders]
+        for request in requests:
+            for part in request.record.parts:
+                wanted[part.file].append((request, part))
+        files = self._sets[self._newest]
+        for found, pairs, own in zip(holders, wanted, places, strict=True):
+            if len(found) == self._num_hosts:
+                memory = files[found[self._first][0]].read()
+            else:
+                source, (place, *_) = next(iter(found.items()))
+                num_bytes = own[-1][2] if own else 0
+                if self._rank == source:
+                    memory = files[place].read()[:num_bytes]
+                else:
+                    memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+                broadcast(memory, source, self.group)
+            for request, part in pairs:
+                common = part.window.meet(request.window) if part.window.sizes else part.window
+                if common is not None and common.numel:
+                    values = memory[part.begin : part.end].view(request.target.dtype).view(part.window.sizes)
+                    common.cut(request.target, request.window).copy_(common.cut(values, part.window))
+
+
+def _places_of(writes: Sequence[Write], rank: int) -> _Places:
+    own = [write for write in writes if write.rank == rank]
+    ends = pairwise(accumulate((write.num_bytes for write in own), initial=_BEGIN))
+    return [(write, *each) for write, each in zip(own, ends, strict=True)]
+
+
+def _note_told(files: Sequence[_MemoryFile]) -> None:
+    for file in files:
+        if file.num_bytes:
+            os.pwrite(file.fd, _TOLD.to_bytes(8, "little"), 0)
+
+
+def newest_generation(fds: Sequence[int]) -> int:
+    """Return the newest generation that has written into one of these files."""
+    marks = [os.pread(fd, _MARK.size, 0) for fd in fds]
+    return max((_MARK.unpack(mark)[-1] for mark in marks if mark), default=0)
 
 
 def copied_bytes(model: nn.Module, state_bytes: float) -> int:

@@ -27,6 +27,7 @@ from shardwise import torch_private
 from shardwise.consistency import store as waits
 from shardwise.consistency.failure_report import ProgramStatus
 from shardwise.consistency.process_groups import abort_all_connections, check_peers, collectives_begun
+from shardwise.elastic.keeper import open_files
 from shardwise.elastic.membership import CONNECT_S, Generation, RanksChanged, backend
 from shardwise.errors import StateError
 from shardwise.observe import ERROR, entries
@@ -73,30 +74,30 @@ class _GenerationStore(dist.Store):
 
 
 class Process:
-    """This process: a :class:`Membership`.
+    """This process, which is a rank of some generations.
+
+    Attributes:
+        fds: descriptors of the memory files for the state.
+        timeout_s: of process groups, once build() has returned.
 
     Args:
         number: of the process.
-        told: by the launcher: the descriptors of its link and of the memory files, the folder of the run, and after how many
-            seconds a rank that hangs is ended.
+        told: by the launcher: the descriptor of its link, the folder of the run, and after how many seconds a rank that hangs
+            is ended.
     """
 
     def __init__(self, number: int, told: Mapping[str, Any]) -> None:
-        self.number, self.fds = number, told["fds"]
-        self._folder = told["folder"]
+        self.number, self.fds, self._folder = number, open_files(os.getppid()), told["folder"]
         # Hangs are left to the launcher, and what waits for a message that was cut does not last.
         self.timeout_s = min(default_pg_timeout.total_seconds(), 2 * told["stuck_s"] or float("inf"))
         self._link = socket.socket(fileno=told["link"])
         os.set_inheritable(told["link"], False)
-        os.register_at_fork(
-            after_in_child=self._link.close
-        )  # else the link would outlive this process in a DataLoader's
+        os.register_at_fork(after_in_child=self._link.close)  # else it would outlive this process in a DataLoader's
         self.generation: Generation | None = None  # that it takes part in
-        self.newest = Generation(0, (), True, "")  # that the launcher has announced
-        self._phase = "joining"  # or "entering" a generation, "leaving" one, or none of them
+        # The newest generation that the launcher has announced, and the newest that all members have come to: one look at
+        # both, so that none is taken for the newest before it was entered.
+        self._heard = (Generation(0, (), 0, ""), Generation(0, (), 0, ""))
         self._left = 0  # the number of the last generation that it was a rank of
-        self._lost_in = 0  # the newest generation that begins with a loss
-        self._complete = 0  # the newest generation that all members have come to
         self._own_in = 0  # the newest generation in which the launcher knows of no lost rank
         self._leaving = threading.Lock()  # what makes a generation fail must not reach the next one
         # C++ does not keep the Python part of a store, and a thread that posts may hold that of the last generation.
@@ -106,7 +107,7 @@ class Process:
         self._program, self._progress, self._progress_s = ProgramStatus(number), (0.0, 0), time.monotonic()
         self._watcher = threading.Thread(target=self._watch, name="shardwise-elastic", daemon=True)
         self._watcher.start()
-        self._send("ready", threading.main_thread().native_id, self._watcher.native_id)
+        self._send("ready")
 
     def _send(self, *words: object) -> None:
         with suppress(OSError):  # the launcher is gone: the kernel ends this process
@@ -122,7 +123,7 @@ class Process:
                 text = self._link.recv(MOST_BYTES)
                 if not text:
                     return
-                self._hear(json.loads(text))
+                self._hear(*json.loads(text))
             self._interrupt()
             if (passed_s := time.monotonic() - status_s) > _STATUS_S:
                 status_s += passed_s
@@ -130,17 +131,15 @@ class Process:
                 with suppress(RuntimeError):  # a model or a group is being made
                     self._report()
 
-    def _hear(self, words: list[Any]) -> None:
-        if words[0] == "complete":
-            self._complete = words[1]
-        elif words[0] == "own":
-            self._own_in = words[1]
+    def _hear(self, what: str, fields: dict[str, Any]) -> None:
+        fields |= {"members": tuple(fields["members"]), "seen_s": time.monotonic()}
+        found = Generation(**fields)
+        if what == "generation":
+            self._heard = found, self._heard[1]
+        elif what == "enter":  # the one that was announced last
+            self._heard = self.newest, self.newest
         else:
-            fields = words[1] | {"members": tuple(words[1]["members"]), "seen_s": time.monotonic()}
-            newest = Generation(**fields)
-            if newest.is_urgent:
-                self._lost_in = newest.number
-            self.newest = newest
+            self._own_in = found.number
 
     def _interrupt(self) -> None:
         """Make the main thread raise where it waits for other ranks, until it has left a generation that has lost one.
@@ -160,42 +159,41 @@ class Process:
         begun = collectives_begun() if dist.is_initialized() else {}
         if (progress := (event_s, sum(begun.values()))) != self._progress:
             self._progress, self._progress_s = progress, time.monotonic()
-        waits_for = "the launcher" if self._phase == "joining" else status.waits_for
+        waits_for = status.waits_for if self.generation is not None else "the launcher"
         still_s = time.monotonic() - self._progress_s
         self._send("status", asdict(replace(status, waits_for=waits_for, still_s=still_s, collectives=begun)))
 
     # ---- the main thread ----
 
+    @property
+    def newest(self) -> Generation:
+        """The newest generation that is announced."""
+        return self._heard[0]
+
     def is_superseded(self) -> bool:
         """Return True if a rank of the generation of this process is lost."""
         own = self.generation
-        return own is not None and self._has_lost(own.number)
-
-    def _has_lost(self, number: int) -> bool:
-        # Ranks that have left the loop do not enter; those that are about to leave it are not to be interrupted.
-        is_left_alone = self._phase == "entering" and self.newest.number > number and not self.newest.members
-        return is_left_alone or self._lost_in > number
+        return own is not None and self.newest.lost_in > own.number
 
     def refuse(self, number: int) -> None:
         """Raise if a rank of generation ``number`` is lost.  Raises: RanksChanged."""
-        if self._has_lost(number):
+        if self.newest.lost_in > number:
             raise RanksChanged(f"elastic: {self.newest.cause}")
 
-    def newest_number(self) -> int:
-        """Return the number of the newest generation that is announced."""
-        return self.newest.number
-
     def join(self, num_used: Callable[[int], int]) -> Generation:
-        """Do as :class:`Membership` says.
+        """Wait for a generation that this process is a rank of, and make its default process group.
 
+        ``num_used``: returns how many of so many members take part; the others wait.
         Raises: RanksChanged if a rank is lost meanwhile.  StateError after the end.  SystemExit in a spare after the end.
         """
-        is_spare, told, self._phase = not self._left, 0, "joining"
+        is_spare, told = not self._left, 0
         while True:
-            newest, complete = self.newest, self._complete
-            used = newest.members[: num_used(len(newest.members))]
-            is_spare = is_spare or bool(newest.number > self._left and used and self.number not in used)
-            if newest.number and not newest.members and not newest.is_urgent:
+            newest, entered = heard = self._heard
+            used = entered.members[: num_used(len(entered.members))]
+            if self.number in used and self._left < entered.number and newest.lost_in <= entered.number:
+                break
+            is_spare = is_spare or (self._left < entered.number and self.number not in used)
+            if newest.number and not newest.members and newest.lost_in < newest.number:
                 self._close()
                 if not is_spare:
                     raise StateError(f"elastic: {newest.cause}, after the last step: other ranks have ended")
@@ -203,13 +201,11 @@ class Process:
             if self.number in newest.members and told != newest.number:
                 told = newest.number  # nothing of an earlier one is being written by it, also if it waits now
                 self._send("here", told)
-            if self.number in used and self._left < newest.number == complete:
-                break
-            waits.wait_until(lambda now=(newest, complete): (self.newest, self._complete) != now, pauses_s=_POLLS_S)
-        self._phase, self.generation = "entering", newest
-        waits.listen(lambda: self.refuse(newest.number))
-        inner = dist.FileStore(f"{self._folder}/{newest.number}", -1)  # of a folder that no other user can open
-        self._stores.append(_GenerationStore(inner, self, newest.number))
+            waits.wait_until(lambda heard=heard: self._heard is not heard, pauses_s=_POLLS_S)
+        self.generation, self._left = entered, entered.number
+        waits.listen(lambda: self.refuse(entered.number))
+        inner = dist.FileStore(f"{self._folder}/{entered.number}", -1)  # of a folder that no other user can open
+        self._stores.append(_GenerationStore(inner, self, entered.number))
         # Nothing interrupts gloo while it connects, to a rank that was killed after it had come: then this is how long.
         rank, size, limit = used.index(self.number), len(used), timedelta(seconds=CONNECT_S)
         store = cast(dist.Store, self._stores[-1])
@@ -217,44 +213,41 @@ class Process:
         dist.init_process_group(backend(), store=store, rank=rank, world_size=size, timeout=limit)
         sys.excepthook = excepthook  # torch's adds a prefix with the rank, for each generation one
         check_peers()
-        return self.generation
-
-    def formed(self) -> None:
-        """Do as :class:`Membership` says."""
-        self._phase, self._left = "", cast(Generation, self.generation).number
-        self._send("formed", self._left)
+        return entered
 
     def leave(self) -> None:
-        """Leave the generation.
+        """Leave the generation: nothing of its groups stays.
 
         The end of a group waits for its threads, and of one that has lost a rank they may wait for a message that was cut until
         its timeout: so groups end on a thread of their own.
         """
         with self._leaving:
             ended: list[object] = [*torch_private.all_groups()]
-            self.generation, self._phase = None, "leaving"
+            self.generation = None
         waits.leave()
         if not dist.is_initialized():  # an interrupted start leaves names of groups behind, which a destruction resets
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         torch_private.abort_groups()
         dist.destroy_process_group()
-        self._phase = "joining"
         self._ends = [each for each in self._ends if each.is_alive()]
         self._ends.append(threading.Thread(target=ended.clear, daemon=True))
         self._ends[-1].start()
 
     def is_lost(self, error: BaseException) -> bool:
-        """Do as :class:`Membership` says; of an error that may come of a lost rank, the launcher knows."""
+        """Return True if ``error`` was raised because a rank is lost, and this process stays: it is to leave and join.
+
+        The launcher knows.
+        """
         own = self.generation
         if not isinstance(error, Exception) or own is None:
             return False
         if isinstance(error, RuntimeError | OSError) and not self.is_superseded():
             self._send("suspects", own.number)
-            waits.wait_until(lambda: self.is_superseded() or self._own_in == own.number, pauses_s=_POLLS_S)
+            waits.wait_until(lambda: self.is_superseded() or self._own_in >= own.number, pauses_s=_POLLS_S)
         return self.is_superseded()
 
     def raised(self, error: BaseException) -> None:
-        """Do as :class:`Membership` says; an interrupt of this process alone is outlived as a kill is."""
+        """Note that ``error`` ends this process; an interrupt of this process alone is outlived as a kill is."""
         if self._is_over:  # a spare that leaves
             return
         is_interrupt = isinstance(error, KeyboardInterrupt)
@@ -262,7 +255,7 @@ class Process:
         self._close()
 
     def finish(self) -> None:
-        """Do as :class:`Membership` says."""
+        """Note that the run is over: from here on a lost rank ends it."""
         self._send("over")
         self._close()
 

@@ -12,9 +12,10 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -22,20 +23,19 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.arguments import explains_arguments
-from shardwise.checkpoint.contents import Windows, merged
 from shardwise.checkpoint.files import Files, list_checkpoints
-from shardwise.checkpoint.format import Held, Write, held_from_text, held_to_text, share_out, sum_of
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.save import finish_all
-from shardwise.checkpoint.state import BufferCheck, contents_of
-from shardwise.consistency.process_groups import all_have_come, gather_objects, group_of, largest_words
-from shardwise.elastic.membership import BUILD_S, VARIABLE, Generation, Membership, set_timeouts
-from shardwise.elastic.memory import CommitMark, StateMemory
+from shardwise.consistency.process_groups import all_have_come, group_of
+from shardwise.elastic.membership import BUILD_S, VARIABLE, Generation, set_timeouts
+from shardwise.elastic.memory import StateMemory
 from shardwise.elastic.process import Process
 from shardwise.elastic.torchrun import RestartedRanks
 from shardwise.errors import ConfigError, StateError
 from shardwise.observe import note
 from shardwise.torch_private import is_gloo
+
+Membership: TypeAlias = Process | RestartedRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,45 +54,6 @@ class Recovery:
     seconds: Mapping[str, float]
 
 
-@dataclass(slots=True)
-class _Commits:
-    """Writes the state after a step; all ranks together.  ``held``, ``writes``: as of the last commit."""
-
-    memory: StateMemory
-    group: dist.ProcessGroup
-    number: int  # of the generation
-    held: dict[str, Held] = field(default_factory=dict[str, Held])
-    writes: tuple[Write, ...] = ()
-    windows: Windows = field(default_factory=Windows)
-
-    def commit(self, state: Mapping[str, Any], step: int, membership: Membership, result: str) -> bool:
-        """Return True if another generation is announced: all ranks return the same.
-
-        After the exchange all ranks have ended the step, so the set of the step before is complete, without any one host,
-        and the one before that is written over.  Raises: ConfigError on every rank if values differ between ranks.
-        """
-        self.memory.receive()
-        rank, size = self.group.rank(), self.group.size()
-        contents = contents_of(state, rank, size, self.windows)
-        BufferCheck(contents, "per_rank", rank)
-        common = {name: value for name, value in contents.values.items() if name not in contents.divided}
-        digest = int(sum_of(json.dumps(common).encode())[:15], 16)
-        facts = [membership.newest_number(), int(contents.held != self.held), digest, -digest]
-        words = torch.tensor(facts, dtype=torch.int64, device="cpu")
-        largest_words(words, self.group)
-        newest, is_new, most, least = words.tolist()
-        if most != -least:
-            merged(gather_objects(common, self.group))
-        if is_new:
-            texts = gather_objects(held_to_text(contents.held.values()), self.group)
-            writes = share_out([held_from_text(text) for text in texts])
-            self.held, self.writes = contents.held, tuple(write for write in writes if write.rank == rank)
-        self.memory.write(CommitMark(step, self.number, size), self.writes, contents, result)
-        if newest > self.number:
-            self.memory.receive()
-        return newest > self.number
-
-
 class ElasticRun:
     """The run of :func:`elastic`.
 
@@ -104,7 +65,7 @@ class ElasticRun:
     def __init__(self, build: Callable[[], Any], step: Callable[..., Any], terms: _Terms) -> None:
         self._build, self._step, self._terms = build, step, terms
         self._membership = _open_membership()
-        self._commits: _Commits | None = None
+        self._memory: StateMemory | None = None  # that the present ranks write into
         self._earlier: weakref.WeakSet[Any] = weakref.WeakSet()  # modules and optimizers of lost ranks
         self._kept: list[dist.ProcessGroup] = []  # those of ranks before a loss whose models the program keeps
         self._untold: list[Any] = []  # what on_commit is to get, if it is to be called
@@ -117,7 +78,7 @@ class ElasticRun:
     @property
     def num_bytes(self) -> int:
         """Bytes of this host's memory that the states of the last two steps take, of all ranks."""
-        return 0 if self._commits is None else self._commits.memory.num_bytes
+        return 0 if self._memory is None else self._memory.num_bytes
 
     def stop(self) -> None:
         """Make this step the last one; call it on every rank, within a step."""
@@ -141,27 +102,25 @@ class ElasticRun:
     def _go_on(self) -> tuple[bool, bool]:
         """Make a step, or what is to be made before; return whether the run is over, and if the next generation waits."""
         has_next = False
-        if self._commits is None:
-            self._begin()
-        commits = cast(_Commits, self._commits)
+        memory = self._begin() if self._memory is None else self._memory
         if self.number < self._terms.num_steps and not (self._is_last or self._untold):
             state = self.state
             result = self._step(self, **state) if isinstance(state, Mapping) else self._step(self, *state)
-            has_next = commits.commit(_named(state), self.number + 1, self._membership, self._packed(result))
+            newest = self._membership.newest.number
+            has_next = memory.commit(_named(state), self.number + 1, newest, self._packed(result))
             self.number += 1
             self._untold = [result]
         if self._untold:
             if self._terms.on_commit is not None:
-                all_have_come(commits.group)  # all have written the step, so that it stays
+                all_have_come(memory.group)  # all have written the step, so that it stays
                 self._terms.on_commit(self, self._untold[0])
-            commits.memory.note_told()
+            memory.note_told()
             self._untold = []
         is_over = self.number >= self._terms.num_steps or self._is_last
         if is_over and not has_next:
-            commits.memory.receive()
             if self._terms.after is not None:
                 self._terms.after(self)
-            all_have_come(commits.group)
+            all_have_come(memory.group)
         return is_over and not has_next, has_next
 
     def _packed(self, result: Any) -> str:
@@ -175,9 +134,6 @@ class ElasticRun:
             ) from error
 
     def _leave(self) -> None:
-        with suppress(RuntimeError):
-            if self._commits is not None:  # what has come may be needed
-                self._commits.memory.receive(may_wait=False)
         named = {} if self.state is None else _named(self.state)
         found = weakref.WeakSet(each for each in named.values() if isinstance(each, nn.Module | torch.optim.Optimizer))
         for each in found:
@@ -187,7 +143,7 @@ class ElasticRun:
                 each.register_step_pre_hook(_refuse)
                 with suppress(AttributeError, StateError):  # one that copies them
                     each.param_groups = _Earlier()
-        each = named = self.state = self._commits = None
+        each = named = self.state = self._memory = None
         self._untold = []
         finish_all()  # no save of a lost group is in flight, which would remove the next one's folder
         gc.collect()  # modules and their hooks refer to each other, and to groups
@@ -197,30 +153,26 @@ class ElasticRun:
             self._kept += torch_private.all_groups()
         self._membership.leave()
 
-    def _begin(self) -> None:
+    def _begin(self) -> StateMemory:
         """Join the next generation and restore the newest state that all ranks of an earlier one have written."""
-        left_s = time.monotonic()
-        membership = self._membership
+        moments, membership = [time.monotonic()], self._membership
         generation = membership.join(self._terms.num_used)
-        joined_s = time.monotonic()
+        moments.append(time.monotonic())
         set_timeouts(BUILD_S)
         world = cast(dist.ProcessGroup, dist.group.WORLD)
         group = world if is_gloo(world) else group_of(range(world.size()), "gloo")
         all_have_come(group)  # so that no rank of an earlier generation still writes
-        membership.formed()
         note("elastic recovery", f"generation {generation.number}")
         self.state = self._build()
         set_timeouts(membership.timeout_s)
         named = _named(self.state)
         if again := [name for name, value in named.items() if id(value) in map(id, self._earlier)]:
             raise StateError(f"elastic: build() returned {again} of an earlier call: {_BELONGS}")
-        built_s = time.monotonic()
-        memory = StateMemory(membership.fds, generation.hosts or (0,) * world.size(), group)
-        saved = memory.read()
-        self._commits = _Commits(memory, group, generation.number)
+        moments.append(time.monotonic())
+        self._memory = memory = StateMemory(membership.fds, generation, group)
+        saved = memory.load(named)
         if saved is not None:
-            saved.load(named, group, memory.num_hosts)
-            self.number = saved.moment.step
+            self.number = saved.step
             self._is_last, result = pickle.loads(base64.b64decode(saved.results[world.rank() % len(saved.results)]))
             self._untold = [] if saved.is_told else [result]
         else:
@@ -228,18 +180,15 @@ class ElasticRun:
             if self._terms.folder is not None and list_checkpoints(Files(), self._terms.folder):
                 self.number = load(self._terms.folder, named, fallback=True).step
             self._note_loss(memory.lost_step)
-            self._commits.commit(named, self.number, membership, self._packed(None))
+            memory.commit(named, self.number, generation.number, self._packed(None))
             memory.note_told()
-        seconds = {
-            "detection": left_s - generation.seen_s,
-            "groups": joined_s - left_s,
-            "build": built_s - joined_s,
-            "shards": time.monotonic() - built_s,
-        }
         if generation.number > 1:
+            parts = [after - before for before, after in pairwise([generation.seen_s, *moments, time.monotonic()])]
+            seconds: dict[str, float] = dict(zip(("detection", "groups", "build", "shards"), parts, strict=True))
             self.recoveries.append(Recovery(self.number, world.size(), generation.cause, seconds))
         if not world.rank():
             self._say(generation)
+        return memory
 
     def _say(self, generation: Generation) -> None:
         used, num_ranks = generation.members, dist.get_world_size()

@@ -494,31 +494,44 @@ def train_elastic(start: Start, config: TrainConfig, device: torch.device, liste
         trainer = build_trainer(run_from_json(told, config), ranks)
         return entries_of(plain_of(trainer.model), trainer.optimizer, trainer.fixed, trainer.data)
 
-    def step(run: ElasticRun, **_: Any) -> None:
-        nonlocal trainer, steps, run_log, outcome
-        if trainer is not None and steps is None:
-            windows, size = run.number * config.batch, trainer.num_parameters
-            done = RunProgress(run.number, windows, config.model, size) if run.number else None
-            trainer = replace(trainer, run=replace(trainer.run, done=done))
-            restart = Restart(len(run.recoveries), run.recoveries[-1].cause) if run.recoveries else None
-            run_log = _begin(trainer, restart, opened)
-            steps = train_steps(trainer, run_log, asked, tracing(trainer, 0, run_log))
+    def begin(run: ElasticRun) -> None:
+        nonlocal trainer, steps, run_log
+        assert trainer is not None
+        windows, size = run.number * config.batch, trainer.num_parameters
+        done = RunProgress(run.number, windows, config.model, size) if run.number else None
+        trainer = replace(trainer, run=replace(trainer.run, done=done))
+        restart = Restart(len(run.recoveries), run.recoveries[-1].cause) if run.recoveries else None
+        run_log = _begin(trainer, restart, opened)
+        steps = train_steps(trainer, run_log, asked, tracing(trainer, 0, run_log))
+
+    def step(run: ElasticRun, **_: Any) -> TrainingEnd | None:
+        if steps is None:
+            begin(run)
         outcome = next(cast("Iterator[TrainingEnd | None]", steps))
         run_log.flush()
         if outcome is not None and outcome.signal:
             run.stop()
+        return outcome
+
+    def end(run: ElasticRun, outcome: TrainingEnd | None) -> None:
+        nonlocal code
+        if outcome is not None:  # after the last step; a rank that is lost in here is outlived, too
+            if steps is None:
+                begin(run)
+            code = _end(cast(Trainer, trainer), run_log, outcome, opened)
 
     num_microbatches = math.gcd(config.reproducible, config.batch // config.accumulate)
-    outcome: TrainingEnd | None = None
+    code = 0
     with listening() as asked, opened:
         elastic(
             build,
             step,
             num_steps=config.steps,
             num_microbatches=num_microbatches,
+            on_commit=end,
             folder=folder / "checkpoints",
         )
-        return _end(cast(Trainer, trainer), run_log, outcome, opened)
+        return code
 
 
 def _digests(trainer: Trainer, start: Start) -> AbstractContextManager[object]:

@@ -1,11 +1,11 @@
 """A program whose ranks are killed: ``elastic_program.py SETTINGS``, a JSON object.
 
-Sums of gradients are exact in it, so that its parameters are the same to the bit at any number of ranks.
+Sums of gradients are exact in it, so that its parameters are the same to the bit at any number of ranks; those of the kind
+"reproducible" are not, and :class:`shardwise.Reproducible` fixes their order.
 """
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import json
 import os
@@ -44,12 +44,13 @@ class Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.counts = True  # forwards, in a buffer
         self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=number % 2 == 0) for number in range(3)])
         self.odd = nn.Parameter(torch.ones(5, 3))
         self.register_buffer("num_forwards", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.num_forwards += 1
+        self.num_forwards += int(self.counts)
         return sum((number + 1) * layer(x).sum() for number, layer in enumerate(self.layers)) + x.sum() * self.odd.sum()
 
 
@@ -73,15 +74,40 @@ def make_optimizer(params: Any, kind: str) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.125, momentum=0.5)
 
 
-def undisturbed(num_steps: int = NUM_STEPS) -> dict[str, torch.Tensor]:
+def undisturbed(num_steps: int = NUM_STEPS, kind: str = "") -> dict[str, torch.Tensor]:
     """Return the parameters after ``num_steps`` steps in one process."""
+    if kind == "reproducible":
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = make_model()
+    shard(model, kind if kind == "reproducible" else "zero")
     optimizer = make_optimizer(model.parameters(), "")
+    fixed = fix_sums(model, optimizer) if kind == "reproducible" else None
     for step in range(num_steps):
-        (model(batch_of(step)) / 4).backward()
+        if fixed is not None:
+            run_fixed(model, fixed, step)
+        else:
+            (model(batch_of(step)) / 4).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model.state_dict()
+    if fixed is None:
+        return model.state_dict()
+    found = shardwise.full_state_dict(model)
+    dist.destroy_process_group()
+    return found
+
+
+def fix_sums(model: nn.Module, optimizer: torch.optim.Optimizer) -> shardwise.Reproducible:
+    """Fix the order of sums; a buffer that counts forwards is none that Reproducible can sum."""
+    assert isinstance(model, Layers)
+    model.counts = False
+    return shardwise.Reproducible(model, optimizer, num_microbatches=NUM_MICROBATCHES, seed=0)
+
+
+def run_fixed(model: nn.Module, fixed: shardwise.Reproducible, step: int) -> None:
+    """Run forward and backward of this rank's microbatches, whose gradients depend on the order of sums."""
+    batch = torch.sin(batch_of(step)) / 3
+    for number in fixed.microbatches():
+        (torch.sin(model(batch[number : number + 1]) / 9) / NUM_MICROBATCHES).backward()
 
 
 def read_outcome(out: Path) -> dict[str, Any]:
@@ -142,7 +168,7 @@ def train(settings: dict[str, Any]) -> None:
                     hang(place)
                 elif place in ("interrupt", "slow exit"):
                     if place == "slow exit":
-                        atexit.register(time.sleep, 4.0)
+                        leave_late()
                     note(settings, f"interrupted-{process}")
                     os.kill(os.getpid(), signal.SIGINT)
                 elif isinstance(place, str):
@@ -161,6 +187,8 @@ def train(settings: dict[str, Any]) -> None:
                 made["optimizer"].add_param_group({"params": [*ballast.parameters()]})
                 for param in ballast.parameters():
                     param.grad = torch.zeros_like(param)  # it gets momentum
+            if kind == "reproducible":
+                made["fixed"] = fix_sums(model, made["optimizer"])
             made["scheduler"] = torch.optim.lr_scheduler.ConstantLR(made["optimizer"], 1.0)
             made["user"] = {"seen": 0}
             if mistake == "list":
@@ -208,7 +236,11 @@ def train(settings: dict[str, Any]) -> None:
                 time.sleep(settings["slow_ms"] / 1000)
             rank, size = dist.get_rank(), dist.get_world_size()
             try:
-                loss = state["model"](batch_of(run.number).chunk(size)[rank])
+                if kind == "reproducible":
+                    run_fixed(state["model"], state["fixed"], run.number)
+                    loss = torch.zeros((), requires_grad=True)
+                else:
+                    loss = state["model"](batch_of(run.number).chunk(size)[rank])
                 if mistake == "swallows" and run.number == 2 and rank == 1:
                     return 0.0  # as if it had caught an exception
                 (loss * size / 4).backward()
@@ -279,6 +311,12 @@ def hang(how: str) -> None:
     while how == "spin":
         pass
     time.sleep(1e6)
+
+
+def leave_late() -> None:
+    """Let this process take seconds to exit after an exception, as the exit hook of a tracker may."""
+    hook = sys.excepthook
+    sys.excepthook = lambda *error: (hook(*error), time.sleep(4.0))
 
 
 def note(settings: dict[str, Any], what: str) -> None:

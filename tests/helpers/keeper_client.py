@@ -1,7 +1,8 @@
 """What connects to a keeper: ``keeper_client.py KEEPER WHAT ...``; it imports no torch, so that it is there at once.
 
-``rank AGENT put|get TEXT``: a rank that writes a file, or reads it.  ``stranger UID NAME``: another process, of the user UID,
-that tries what it can with the socket of that name.  ``squat UID NAME``: it takes the name and stays.
+``rank AGENT put|get TEXT``: a rank that writes a file, or reads it.  ``stranger UID NAME PID``: another process, of the user
+UID, that tries what it can with the socket of that name and the files of process PID.  ``squat UID NAME``: it takes the name
+and stays.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 
@@ -32,25 +34,25 @@ def be_rank(path: str, agent: int, what: str, text: str) -> None:
     except OSError as error:
         print(error)
         return
-    files = keeper.open(keeper.generation + 1, [(0, 0), (1, 0)])
     if what == "put":
-        os.write(files[0, 0], text.encode())
-    print(keeper.name[1:], keeper.generation, keeper.files, os.pread(files[0, 0], 100, 0).decode())
+        os.write(keeper.fds[0], text.encode())
+    print(keeper.name[1:], len(keeper.fds), os.pread(keeper.fds[0], 100, 0).decode())
 
 
-def be_stranger(name: str) -> None:
-    """Print what of ``name`` somebody else gets: bytes and descriptors; and files of the process that has it."""
+def be_stranger(keeper: Any, name: str, pid: int) -> None:
+    """Print what another user, or process, gets of ``name`` and of the files of its process: bytes and descriptors."""
     got: list[Any] = []
-    for request in (json.dumps([99, [[0, 0]], True]), "[[[", "0", "[1, [[0, 0]]"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            try:
+    for request in (json.dumps([99, [[0, 0]], True]), "[[[", "0", ""):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(1)
+            with suppress(ConnectionError, TimeoutError):
                 connection.connect("\0" + name)
                 connection.send(request.encode())
                 data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 8)
                 got += [data.decode(), *fds]
-            except ConnectionError:
-                pass
-    waiting = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(300)]
+    with suppress(PermissionError):
+        got += keeper.open_files(pid)
+    waiting = [socket.socket(socket.AF_UNIX) for _ in range(300)]
     for each in waiting:  # who connects and says nothing
         each.settimeout(1)
         each.connect("\0" + name)
@@ -62,14 +64,14 @@ def main() -> None:
     if what == "rank":
         be_rank(path, int(words[0]), *words[1:])
         return
-    uid, name = int(words[0]), words[1]
+    uid, name, keeper = int(words[0]), words[1], module_of(path)  # which another user may not read
     if uid != os.getuid():
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     if what == "stranger":
-        be_stranger(name)
+        be_stranger(keeper, name, int(words[2]))
         return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as taken:
+    with socket.socket(socket.AF_UNIX) as taken:
         taken.bind("\0" + name)
         taken.listen()
         print("taken", flush=True)

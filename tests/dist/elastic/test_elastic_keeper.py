@@ -12,13 +12,11 @@ from pathlib import Path
 
 import pytest
 from helpers import keeper_client
+from helpers.other_users import NOBODY, second_user
 
 from shardwise.elastic import keeper
 
 KEEPER = Path(keeper.__file__)
-NOBODY = 65534
-# Of this user, but not started by the agent; as root also another user.
-STRANGERS = [os.getuid(), *([NOBODY] if os.getuid() == 0 else [])]
 
 
 def words(*more: object) -> list[str]:
@@ -61,7 +59,7 @@ def test_files_outlive_ranks_and_end_with_their_launcher(agent: subprocess.Popen
         name = rank(agent, "put", "state").split()[0]
         (found,) = running(agent.pid)
         assert os.getsid(found) != os.getsid(agent.pid), "a signal to the ranks, or to a terminal, does not reach it"
-        assert rank(agent, "get") == f"{name} 1 [(0, 0)] state"
+        assert rank(agent, "get") == f"{name} {2 * keeper.NUM_FILES} state"
         assert running(agent.pid) == [found]
         agent.send_signal(signal.SIGKILL)
         agent.wait()
@@ -71,24 +69,24 @@ def test_files_outlive_ranks_and_end_with_their_launcher(agent: subprocess.Popen
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize("uid", STRANGERS)
-def test_a_stranger_gets_nothing_and_changes_nothing(uid: int, agent: subprocess.Popen[bytes]) -> None:
+@second_user
+def test_another_user_gets_nothing_and_changes_nothing(agent: subprocess.Popen[bytes]) -> None:
     with agent:
         name = rank(agent, "put", "state").split()[0]
         assert f"@{name}" in Path("/proc/net/unix").read_text(), "which anybody can read"
-        assert run("stranger", uid, name) == "[]"
-        assert rank(agent, "get") == f"{name} 1 [(0, 0)] state"
+        assert run("stranger", NOBODY, name, *running(agent.pid)) == "[]"
+        assert rank(agent, "get") == f"{name} {2 * keeper.NUM_FILES} state"
         agent.kill()
 
 
-def test_who_has_taken_the_name_is_named(agent: subprocess.Popen[bytes]) -> None:
+@second_user
+def test_another_user_who_has_taken_the_name_is_named(agent: subprocess.Popen[bytes]) -> None:
     with agent:
         name = rank(agent, "put", "state").split()[0]
         os.kill(running(agent.pid)[0], signal.SIGKILL)
-        with subprocess.Popen(words("squat", STRANGERS[-1], name), stdout=subprocess.PIPE) as squatting:
+        with subprocess.Popen(words("squat", NOBODY, name), stdout=subprocess.PIPE) as squatting:
             assert squatting.stdout is not None
             assert squatting.stdout.readline() == b"taken\n"
-            is_other = STRANGERS[-1] != os.getuid()  # else it may take the name, but is no keeper
-            assert rank(agent, "get").startswith(f"user {NOBODY} of this host has taken" if is_other else "timed out")
+            assert rank(agent, "get").startswith(f"user {NOBODY} of this host has taken")
             squatting.kill()
         agent.kill()

@@ -168,7 +168,7 @@ def test_ranks_that_do_not_divide_the_microbatches_wait(tmp_path: Path) -> None:
         found.start()
         assert found.wait() == [0], found.log
         assert set(found.outcome()["worlds"]) == {2}
-        assert "1 of 3 processes wait, as num_microbatches is divisible by 2, not by more" in found.log
+        assert "1 of 3 processes wait: num_microbatches is divisible by 2, not by more" in found.log
 
 
 @pytest.mark.exhaustive

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers.commands import COMMAND, Ended, options
 from helpers.forked_commands import run_forked
-from helpers.mortal_model import MORTAL
+from helpers.mortal_model import CONTEXT, MORTAL
 from helpers.runs import copy_cut_back, metrics_of, restarts_of, write_text
 
 from shardwise.checkpoint.convert import CheckpointSource, compare_tensors
@@ -30,14 +30,14 @@ def train(text: Path, run: Path, *more: str, kills: str = "", **changes: Any) ->
         "--model-from",
         "helpers.mortal_model:build",
         "--context",
-        "16",
+        str(CONTEXT),
         "--data",
         str(text),
         "--out",
         str(run),
     ]
     left_out = ("--layers", "--width", "--heads", "--context")
-    pairs = [*zip(*[iter(options(sample_bytes=0, keep=9, **(small | changes)))] * 2, strict=True)]
+    pairs = [*zip(*[iter(options(**({"sample_bytes": 0, "keep": 9} | small | changes)))] * 2, strict=True)]
     words += [word for pair in pairs if pair[0] not in left_out for word in pair]
     return run_forked([*words, *more], None, TMPDIR=str(run.parent), **{MORTAL: kills})
 
@@ -73,6 +73,16 @@ def test_ranks_that_are_killed_leave_a_run_with_the_bits_of_one_rank(text: Path,
     causes = ["process 2 (rank 2 of 4) was ended by SIGKILL", "process 0 (rank 0 of 3) was ended by SIGKILL"]
     assert [each["cause"] for each in found] == causes
     assert f"restart 2: {causes[1]}; going on after step" in ended.out
+
+
+@pytest.mark.parametrize("joins", [[], pytest.param(["--max-restarts", "1"], marks=pytest.mark.exhaustive)])
+def test_what_follows_the_last_step_is_made_again(joins: list[str], text: Path, whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = train(text, run, "--elastic", *joins, nproc=3, sample_bytes=8, kills="1:sample")
+    assert ended.code == 0, ended.err
+    assert f"2 ranks go on after step {STEPS}" in ended.err
+    assert "A sample from the trained model" in ended.out
+    assert differing(run, whole) == []
 
 
 def test_processes_that_join_a_run_that_was_resumed_leave_it_so_too(whole: Path, tmp_path: Path) -> None:
