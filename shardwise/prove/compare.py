@@ -24,6 +24,7 @@ from shardwise.safe_files import open_input, parse_object
 
 Sums = NDArray[np.float64]
 ByRank = dict[int, Sums]
+Words = tuple[str, float | None]  # how a tensor differs, and its ratio to the reference, if that is constant
 Place = tuple[int, int]  # a step, -1 before the first one, and the number of the optimizer, or of the model
 RIGHT, DIFFERS, CANNOT = 0, 1, 2
 LIMIT = 8.0
@@ -31,14 +32,10 @@ EPS = 2.0**-23
 _UNMEASURED = 16 * EPS  # of two runs whose rounding was not measured, relative to a tensor's norm
 _SAME = 1e-3  # of a tensor's norm: what a sentence about it may be off by
 _MOST_NAMES = 4
-_LATER = ("step gradient", "parameter", "buffer", "state")  # at the step; the others are in the order of the run
+_LATER = ("step gradient", "parameter", "buffer", "state", "number")  # at the step; before it, the order of the run
 PER_RANK = ("input", "output", "loss")  # of data that each rank has for itself
+_OF_ONE_RUN = ("own", "random state")
 _STAGES = {"step gradient": "gradient", "state": "optimizer state", "initial": "initial value"}
-_NUMBERS = {
-    "lr": "the learning rate",
-    "microbatches": "the number of microbatches",
-    "backwards": "the number of backwards before the step",
-}
 
 
 class Key(NamedTuple):
@@ -51,8 +48,8 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         when = f"microbatch {self.microbatch + 1}  " if self.stage in (*PER_RANK, "gradient", "random state") else ""
-        is_loss = self.name == "the loss"
-        return f"{when}{self.name if is_loss else f'{_STAGES.get(self.stage, self.stage)} of {self.name}'}"
+        has_name = self.stage in ("loss", "number")
+        return when + (self.name if has_name else f"{_STAGES.get(self.stage, self.stage)} of {self.name}")
 
 
 @dataclass
@@ -60,14 +57,13 @@ class Recording:
     """What ranks have recorded.
 
     Attributes:
-        rows: sketches by place and key.  numbers: by place and name.
+        rows: sketches, and numbers, by place, key and rank.
         units: by parameter and rank: the wrapped module, and the names, sizes and ranks of the axes of its average.
         facts: what else the plain run has told.
     """
 
     ranks: tuple[int, ...] = ()
     rows: dict[Place, dict[Key, ByRank]] = field(default_factory=dict[Place, dict[Key, ByRank]])
-    numbers: dict[Place, dict[str, ByRank]] = field(default_factory=dict[Place, dict[str, ByRank]])
     units: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict[str, dict[int, dict[str, Any]]])
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -89,7 +85,7 @@ class Recording:
             run.facts |= line.get("facts", {})
             row = run.rows.setdefault(place, {})
             for name, values in line.get("numbers", {}).items():
-                run.numbers.setdefault(place, {}).setdefault(name, {})[rank] = np.array(values)
+                row.setdefault(Key("number", 0, "", name), {})[rank] = np.array(values)
             for text, (of, sums) in line["values"].items():
                 stage, microbatch, shape, name = text.split("|", 3)
                 key = Key(stage, int(microbatch), shape, name)
@@ -112,10 +108,6 @@ class Recording:
     def of(self, place: Place, stage: str) -> dict[str, ByRank]:
         """Return what was recorded of ``stage``, by name; the last microbatch counts."""
         return {key.name: found for key, found in self.rows[place].items() if key.stage == stage}
-
-    def number(self, place: Place, name: str) -> ByRank:
-        """Return numbers that were recorded at ``place``."""
-        return self.numbers.get(place, {}).get(name, {})
 
     def before(self, place: Place, name: str) -> ByRank:
         """Return the last recorded values of a parameter before ``place``."""
@@ -215,7 +207,9 @@ class Finding:
 # ---- What differs, in words that a comparison of sketches backs.
 
 
-def say(found: Sums, expected: Sums, known: Mapping[str, Sums], constants: Iterable[tuple[float, str]], of: str) -> Any:
+def say(
+    found: Sums, expected: Sums, known: Mapping[str, Sums], constants: Iterable[tuple[float, str]], of: str
+) -> Words:
     """Return what ``found`` is, in words, and its ratio to ``expected``, of which the words are ``of``.
 
     ``known``: tensors that it may be, by the words for each.  ``constants``: ratios, with theirs.
@@ -232,6 +226,9 @@ def say(found: Sums, expected: Sums, known: Mapping[str, Sums], constants: Itera
     return f"{k:.3f} x {of}" + f" ({'; or '.join(named)})" * bool(named), k
 
 
+_OF_SIZE = {"ranks": ("averaged twice?", "summed where it should be averaged?")}
+
+
 def constants_of(plain: Recording, place: Place, name: str) -> Iterator[tuple[float, str]]:
     """Yield the numbers by which sums and means are wrong if they are, with their names."""
     unit = plain.unit(name)
@@ -239,11 +236,7 @@ def constants_of(plain: Recording, place: Place, name: str) -> Iterator[tuple[fl
     sizes |= {f'the size of axis "{axis}"': size for axis, size in zip(unit["axes"], unit["sizes"], strict=False)}
     yield from ((-1.0, "the sign is wrong"), (0.0, "zero"))
     for what, size in sizes.items():
-        less, more = (
-            ("averaged twice?", "summed where it should be averaged?")
-            if what == "ranks"
-            else ("divided twice?", "not divided?")
-        )
+        less, more = _OF_SIZE.get(what, ("divided twice?", "not divided?"))
         if size > 1:
             yield from ((1 / size, f"1/{size} = 1/{what}: {less}"), (float(size), f"{size} = {what}: {more}"))
 
@@ -253,9 +246,8 @@ def parts_of_gradient(plain: Recording, place: Place, name: str, rank: int, stop
     own, means = plain.own(place, name)[:stop], plain.means(place, name, rank)[:stop]
     if not own or any(rank not in each for each in own):
         return {}
-    found = (
-        {"this rank's own part": np.sum([each[rank] for each in own], 0)} if len(plain.unit(name)["ranks"]) > 1 else {}
-    )
+    is_averaged = len(plain.unit(name)["ranks"]) > 1
+    found = {"this rank's own part": np.sum([each[rank] for each in own], 0)} if is_averaged else {}
     if len(own) > 1:
         found |= {"the last microbatch alone": means[-1], "the first microbatch alone": means[0]}
         found |= {"this rank's own part of the last microbatch": own[-1][rank]}
@@ -276,7 +268,8 @@ def rounding_of(plain: Recording, moved: Recording | None, place: Place) -> dict
 
     ``moved``: a run that differs from the plain one by rounding; None: it was not measured.
     """
-    row, other = plain.rows[place], {} if moved is None else moved.rows.get(place, {})
+    row = {key: found for key, found in plain.rows[place].items() if key.stage != "number"}
+    other = {} if moved is None else moved.rows.get(place, {})
     noise = {key: _most(found, other.get(key, {})) for key, found in row.items()}
     sizes = {key: max(map(norm, filter(is_finite, found.values())), default=0.0) for key, found in row.items()}
     for stage in {key.stage for key in row}:
@@ -327,77 +320,70 @@ class Comparison:
         """Return the differences of initial values, and of the first step that has one, in the order of the step."""
         found: list[Finding] = []
         for place in self.plain.rows:
-            if place[0] < 0:
-                found += self._row(place) if self.options.init and place in self.tested.rows else []
-            elif place not in self.tested.rows:
+            if place[0] >= 0 and place not in self.tested.rows:
                 return [*found, Finding("wrapper", place[0] + 1, "the step", "was not made by the script as it is")]
-            elif here := self._row(place):
-                return found + here
+            here = self._row(place) if place[0] >= 0 or self.options.init else []
+            found += here
+            if here and place[0] >= 0:
+                break
         return found
 
     def _row(self, place: Place) -> list[Finding]:
-        mine, theirs = self.tested.rows[place], self.plain.rows[place]
         noise, here = rounding_of(self.plain, self.moved, place), dict[Key, Finding]()
-        for key in sorted(
-            {**mine, **theirs}, key=lambda each: 1 + _LATER.index(each.stage) if each.stage in _LATER else 0
-        ):
-            is_asked = self.options.only is None or fnmatch.fnmatchcase(key.name, self.options.only)
-            if is_asked and key.stage != "own" and (key.stage == "initial") == (place[0] < 0):
-                worst = self._worst(place, key, noise.get(key, 0.0))
-                if worst is not None:
-                    times, own = (math.inf, worst) if isinstance(worst, Finding) else (worst, None)
-                    known = self.times.setdefault(key.stage, {})
-                    known[key.name] = max(known.get(key.name, 0.0), times)
-                    here |= {} if own is None else {key: own}
+        all_keys = {**self.tested.rows.get(place, {}), **self.plain.rows[place]}
+        for key in sorted(all_keys, key=lambda each: 1 + _LATER.index(each.stage) if each.stage in _LATER else 0):
+            is_asked = key.stage not in _OF_ONE_RUN and fnmatch.fnmatchcase(key.name, self.options.only or "*")
+            pairs = self._pairs(place, key)
+            if not is_asked or not pairs or (key.stage == "initial") != (place[0] < 0):
+                continue
+            times = {rank: times_of(key, *pair, noise.get(key, 0.0)) for rank, pair in pairs.items()}
+            bad = [rank for rank, each in times.items() if not each <= self.options.rtol * (not self.options.exact)]
+            known = self.times.setdefault(key.stage, {})
+            known[key.name] = max(known.get(key.name, 0.0), math.inf if bad else max(times.values()))
+            if bad:
+                rank = max(bad, key=lambda each: times[each])
+                text, factor = self._words(place, key, rank, *pairs[rank])
+                how_often = times[rank] if math.isfinite(times[rank]) else None  # JSON has no inf
+                here[key] = Finding("wrapper", place[0] + 1, str(key), text, factor, how_often, tuple(bad), key.name)
         # Where gradients are complete with the step alone, those of single microbatches may be in another order.
         wrong = {key.name for key in here if key.stage == "step gradient"}
-        found = [each for key, each in here.items() if key.stage != "gradient" or key.name in wrong]
-        for name in ("lr", "microbatches"):
-            for rank, theirs_here in self.plain.number(place, name).items():
-                own = self.tested.number(place, name).get(rank)
-                if own is not None and not np.allclose(own, theirs_here, rtol=1e-6, atol=0.0):
-                    text = f"is {own.tolist()}, and {theirs_here.tolist()} in the reference"
-                    found.append(Finding("wrapper", place[0] + 1, _NUMBERS[name], text, ranks=(rank,)))
-                    break
-        return found
+        return [each for key, each in here.items() if key.stage != "gradient" or key.name in wrong]
 
-    def _worst(self, place: Place, key: Key, noise: float) -> Finding | float | None:
-        """Return the difference on the rank where it is largest, a number if it is no fault; None without a pair."""
-        mine, theirs = (each.rows[place].get(key, {}) for each in (self.tested, self.plain))
-        is_alike, step = self.tested.ranks == self.plain.ranks, place[0] + 1
+    def _pairs(self, place: Place, key: Key) -> dict[int, tuple[Sums | None, Sums | None]]:
+        """Return by rank what is held against each other; None: what one run alone does not have, and should have."""
+        mine, theirs = (each.rows.get(place, {}).get(key, {}) for each in (self.tested, self.plain))
         if not mine or not theirs:
-            lone = max(map(norm, (mine or theirs).values()), default=0.0)
-            if key.stage not in ("step gradient", "parameter") or not lone:
-                return None  # a part of an activation, or of a state
-            text = "has none, and the reference has one" if theirs else "has one, and the reference has none"
-            return Finding("wrapper", step, str(key), text, ranks=tuple(mine or theirs), name=key.name)
-        pairs = {rank: rank for rank in theirs if rank in mine}
-        if not is_alike:
-            pairs = {} if key.stage in PER_RANK else {min(mine): min(theirs)}
-        times = {rank: times_of(mine[rank], theirs[other], noise) for rank, other in pairs.items()}
-        bad = [rank for rank, each in times.items() if not each <= self.options.rtol * (not self.options.exact)]
-        if not bad:
-            return max(times.values(), default=None)
-        rank = max(bad, key=lambda each: times[each])
-        text, factor = self._words(place, key, rank, pairs[rank])
-        how_often = times[rank] if math.isfinite(times[rank]) else None  # JSON has no inf
-        return Finding("wrapper", step, str(key), text, factor, how_often, tuple(bad), key.name)
+            is_due = key.stage in ("step gradient", "parameter")  # others may be parts of an activation, or of a state
+            ranks = (mine or theirs) if is_due and any(map(norm, (mine or theirs).values())) else ()
+        elif self.tested.ranks == self.plain.ranks:
+            ranks = mine.keys() & theirs.keys()
+        else:
+            return {} if key.stage in PER_RANK else {min(mine): (mine[min(mine)], theirs[min(theirs)])}
+        return {rank: (mine.get(rank), theirs.get(rank)) for rank in sorted(ranks)}
 
-    def _words(self, place: Place, key: Key, rank: int, other: int) -> tuple[str, float | None]:
+    def _words(self, place: Place, key: Key, rank: int, found: Sums | None, expected: Sums | None) -> Words:
+        if found is None or expected is None:
+            mine, theirs = ("none", "one") if found is None else ("one", "none")
+            return f"has {mine}, and the reference has {theirs}", None
+        if key.stage == "number":
+            return f"is {found.tolist()}, and {expected.tolist()} in the reference", None
         row, known = self.plain.rows[place][key], dict[str, Sums]()
         if key.stage == "parameter" and rank in (before := self.tested.before(place, key.name)):
             known = {"equal to the value before the step": before[rank]}
         if key.stage in ("gradient", "step gradient"):
             stop = key.microbatch + 1 if key.stage == "gradient" else None
-            known = parts_of_gradient(self.plain, place, key.name, other, stop)
+            known = parts_of_gradient(self.plain, place, key.name, rank, stop)
         if key.stage not in ("input", "loss"):
-            known |= {f"equal to that of rank {each}": row[each] for each in row if each != other}
-        constants = constants_of(self.plain, place, key.name)
-        return say(self.tested.rows[place][key][rank], row[other], known, constants, "the reference")
+            known |= {f"equal to that of rank {each}": row[each] for each in row if each != rank}
+        return say(found, expected, known, constants_of(self.plain, place, key.name), "the reference")
 
 
-def times_of(found: Sums, expected: Sums, noise: float = 0.0) -> float:
+def times_of(key: Key, found: Sums | None, expected: Sums | None, noise: float = 0.0) -> float:
     """Return by how many times ``noise`` two tensors differ; inf: by what is no matter of rounding."""
+    if found is None or expected is None:
+        return math.inf
+    if key.stage == "number":
+        return 0.0 if found.shape == expected.shape and np.allclose(found, expected, rtol=1e-6, atol=0.0) else math.inf
     if len(found) > NUM_SUMS + 1:  # of recordings to be compared exactly
         return 0.0 if digest_of(found) == digest_of(expected) else math.inf
     if is_finite(found) and is_finite(expected):
@@ -408,38 +394,43 @@ def times_of(found: Sums, expected: Sums, noise: float = 0.0) -> float:
 # ---- The ranks of one run, held against each other.
 
 
+def _on_ranks(values: Mapping[int, object]) -> str:
+    return "; ".join(f"{each} on rank {rank}" for rank, each in values.items())
+
+
 def compare_ranks(run: Recording) -> Iterator[Finding]:
     """Yield in what ranks differ that began with the same parameters, in the order of steps."""
     first: dict[str, ByRank] = {}
     for place in run.rows:
         first = run.of(place, "parameter") | first
-    counts = {rank: sum(rank in run.number(place, "lr") for place in run.steps) for rank in run.ranks}
+    recorded = [set[int]().union(*run.rows[place].values()) for place in run.steps]
+    made = {rank: sum(rank in each for each in recorded) for rank in run.ranks}
     for place in run.steps:
-        step = place[0] + 1
-        for name in ("lr", "backwards"):
-            told = {rank: str(np.round(each, 12).tolist()) for rank, each in run.number(place, name).items()}
-            if len({*told.values()}) > 1:
-                text = "; ".join(f"{each} on rank {rank}" for rank, each in told.items())
-                yield Finding("ranks", step, _NUMBERS[name], text)
         for key, by_rank in run.rows[place].items():
-            if key.stage in ("parameter", "state"):
+            ranks, text = (), ""
+            if key.stage == "number" and len({str(np.round(each, 12)) for each in by_rank.values()}) > 1:
+                text = _on_ranks({rank: np.round(each, 12).tolist() for rank, each in by_rank.items()})
+            elif key.stage in ("parameter", "state"):
                 start = first.get(key.name if key.stage == "parameter" else key.name.rpartition(".")[0], {})
-                for apart in _apart(by_rank, start):
-                    text = f"differs between ranks {apart[0]} and {apart[1]}, which began with the same parameters"
-                    yield Finding("ranks", step, str(key), text, ranks=apart, name=key.name)
-    if len({*counts.values()}) > 1:
-        text = "; ".join(f"{count} on rank {rank}" for rank, count in counts.items())
-        yield Finding("ranks", min(counts.values()) + 1, "the number of steps", text)
+                if ranks := _apart(by_rank, start):
+                    text = f"differs between ranks {ranks[0]} and {ranks[1]}, which began with the same parameters"
+            if text:
+                yield Finding("ranks", place[0] + 1, str(key), text, ranks=ranks, name=key.name)
+    if len({*made.values()}) > 1:
+        yield Finding("ranks", min(made.values()) + 1, "the number of steps", _on_ranks(made))
 
 
-def _apart(by_rank: ByRank, start: ByRank) -> list[tuple[int, int]]:
+def _apart(by_rank: ByRank, start: ByRank) -> tuple[int, ...]:
     """Return the first two ranks that had the same at the start and differ now, if there are any."""
     for one, other in itertools.combinations(sorted(by_rank.keys() & start.keys()), 2):
         is_same = distance(start[one], start[other]) <= EPS * norm(start[one])
         if is_same and not distance(by_rank[one], by_rank[other]) <= 64 * EPS * norm(by_rank[one]):
-            return [(one, other)]
-    return []
+            return one, other
+    return ()
 
+
+Notes = Iterator[tuple[Finding, bool]]  # and whether ``--strict`` refuses it
+Fates = dict[str, dict[str, float | None]]  # by what became of gradients, and their names: the ratio
 
 # ---- What the script does with gradients and data, in both runs alike.
 
@@ -447,7 +438,7 @@ _UNEXPLAINED = "are no multiple of what backward has computed"
 _STALE = "gradients of earlier backwards are still in it (zero_grad() was not called after them)"
 
 
-def notes_of(plain: Recording) -> Iterator[tuple[Finding, bool]]:
+def notes_of(plain: Recording) -> Notes:
     """Yield what became of what backwards have computed, and what ranks were given, and whether ``--strict`` refuses it."""
     for text in plain.facts.get("untied", ()):
         yield Finding("script", 0, text, "were one parameter when they were wrapped, and are several now"), True
@@ -455,36 +446,26 @@ def notes_of(plain: Recording) -> Iterator[tuple[Finding, bool]]:
     earlier: dict[str, list[ByRank]] = {}
     random: ByRank = {}
     for place in plain.steps:
-        fates: dict[str, dict[str, float | None]] = {}
-        gradients, stepped, step = plain.of(place, "step gradient"), plain.of(place, "parameter"), place[0] + 1
+        fates: Fates = {}
+        gradients, stepped = plain.of(place, "step gradient"), plain.of(place, "parameter")
         for name in plain.of(place, "own"):
             mean: ByRank = {rank: np.sum(plain.means(place, name, rank), 0) for rank in plain.ranks}
             nothing = dict.fromkeys(plain.ranks, _zero(mean))
             kept = [{rank: sums + mean[rank] for rank, sums in each.items()} for each in earlier.get(name, [nothing])]
-            if name not in stepped:
-                earlier[name] = kept
-                continue
-            earlier[name] = [nothing, gradients.get(name, {})]
-            for rank, sums in gradients.get(name, {}).items():
+            earlier[name] = [nothing, gradients.get(name, {})] if name in stepped else kept
+            for rank, sums in gradients.get(name, {}).items() if name in stepped else ():
                 stale = [each[rank] for each in kept if rank in each]
-                text, factor = _fate(plain, place, name, (rank, sums), stale)
+                text, factor = _fate(plain, place, name, (rank, sums, mean[rank]), stale)
                 if text:
                     fates.setdefault(text, {})[name] = factor
-        yield from _clipping(step, fates, gradients)
-        for text, names in fates.items():
-            shown = ", ".join([*names][:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)
-            what = f"gradient of {shown}" if len(names) < 2 else f"{len(names)} gradients ({shown})"
-            name, factor = next(iter(names.items()))
-            yield Finding("script", step, what, text, factor, name=name), text != _UNEXPLAINED
+        yield from _told(place[0] + 1, fates, gradients)
         yield from _given(plain, place, random)
-        random = plain.number(place, "random")
+        random = plain.of(place, "random state").get("torch", {})
 
 
-def _fate(
-    plain: Recording, place: Place, name: str, at: tuple[int, Sums], stale: list[Sums]
-) -> tuple[str, float | None]:
+def _fate(plain: Recording, place: Place, name: str, at: tuple[int, Sums, Sums], stale: list[Sums]) -> Words:
     """Return what became of the gradient of ``name`` until the step; an empty text if it is their mean over ranks."""
-    (rank, sums), mean = at, np.sum(plain.means(place, name, at[0]), 0)
+    rank, sums, mean = at
     rounding = 64 * EPS * max((norm(each) for part in plain.own(place, name) for each in part.values()), default=0.0)
     if not norm(sums) or not is_finite(sums) or distance(sums, mean) <= max(_SAME * norm(mean), rounding):
         return "", None
@@ -495,10 +476,8 @@ def _fate(
     return (text, k) if text in known or k is not None else (_UNEXPLAINED, None)
 
 
-def _clipping(
-    step: int, fates: dict[str, dict[str, float | None]], gradients: Mapping[str, ByRank]
-) -> Iterator[tuple[Finding, bool]]:
-    """Say once that all gradients were scaled by one factor that has no name, as clipping does."""
+def _told(step: int, fates: Fates, gradients: Mapping[str, ByRank]) -> Notes:
+    """Say what became of gradients; once if all were scaled by one factor that has no name, as clipping does."""
     scaled = [text for text in fates if " x their mean" in text and "(" not in text]
     factors = [k for names in fates.values() for k in names.values() if k is not None]
     if scaled and max(factors) - min(factors) <= _SAME * abs(factors[0]):
@@ -507,22 +486,28 @@ def _clipping(
             del fates[text]
         text = f"scaled by {factors[0]:.4g} to a norm of {total:.4g} (clipping or loss scaling)"
         yield Finding("script", step, "all gradients", text, factors[0]), False
+    for text, names in fates.items():
+        shown = ", ".join([*names][:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)
+        what = f"gradient of {shown}" if len(names) < 2 else f"{len(names)} gradients ({shown})"
+        name, factor = next(iter(names.items()))
+        yield Finding("script", step, what, text, factor, name=name), text != _UNEXPLAINED
 
 
-def _given(plain: Recording, place: Place, random: ByRank) -> Iterator[tuple[Finding, bool]]:
+def _given(plain: Recording, place: Place, random: ByRank) -> Notes:
     """Say which ranks were given the same data, and the same random numbers, and have buffers that differ."""
-    step, state = place[0] + 1, plain.number(place, "random")
+    step, state = place[0] + 1, plain.of(place, "random state").get("torch", {})
     inputs = [found for key, found in plain.rows[place].items() if key.stage == "input"]
     for one, other in itertools.combinations(plain.ranks, 2):
-        shared = [found for found in inputs if one in found and other in found]
-        if shared and all(np.array_equal(found[one], found[other]) for found in shared):
+        shared = [np.array_equal(found[one], found[other]) for found in inputs if {one, other} <= found.keys()]
+        if shared and all(shared):
             are_averaged = not plain.units or any(other in plain.unit(name, one)["ranks"] for name in plain.units)
             text = f"ranks {one} and {other} have the same batch"
             yield Finding("script", step, "data", text, ranks=(one, other)), are_averaged
-        if one in random and one in state and other in state and state[one] == state[other] != random[one]:
+        have_drawn = {one, other} <= state.keys() and one in random and not np.array_equal(state[one], random[one])
+        if have_drawn and np.array_equal(state[one], state[other]):
             text = f"ranks {one} and {other} draw the same (dropout, noise)"
             yield Finding("script", step, "random numbers", text, ranks=(one, other)), False
     for name, by_rank in plain.of(place, "buffer").items() if not plain.facts.get("shares_buffers") else ():
-        for one, other in _apart(by_rank, dict.fromkeys(by_rank, next(iter(by_rank.values())))):
-            text = f"differs between ranks {one} and {other}, and a checkpoint has one of them"
-            yield Finding("script", step, f"buffer of {name}", text, ranks=(one, other), name=name), True
+        if ranks := _apart(by_rank, dict.fromkeys(by_rank, next(iter(by_rank.values())))):
+            text = f"differs between ranks {ranks[0]} and {ranks[1]}, and a checkpoint has one of them"
+            yield Finding("script", step, f"buffer of {name}", text, ranks=ranks, name=name), True

@@ -49,7 +49,6 @@ class RunDigests:
         self._recorder = RunRecorder(Terms(str(folder), exact=True))
         self._seen: set[tuple[int, str]] = set()  # outputs; blocks may be computed again in backward
         self._others: Iterator[dict[str, Any]] = iter(()) if against is None else lines_of(Path(against), DIGESTS)
-        self._other: dict[str, Any] = {"step": -1, "optimizer": 0, "values": {}}  # the last line that was read
         self._hooks: list[Any] = []
 
     def __enter__(self) -> RunDigests:
@@ -77,8 +76,7 @@ class RunDigests:
         self._recorder.take()
         self._seen.clear()
         self._recorder.counts["microbatch"] = 0
-        for name, param in self._fixed.model.named_parameters():
-            self._recorder.add("parameter", name, param)
+        self._recorder.add("parameter", dict(self._fixed.model.named_parameters()))
 
     def _note_output(self, name: str, module: nn.Module, args: Any, output: object) -> None:
         number = self._fixed.place.number
@@ -90,19 +88,19 @@ class RunDigests:
     def end_microbatch(self, number: int) -> None:
         """Note the random state, which shows draws that not every number of ranks makes here."""
         self._recorder.counts["microbatch"] = number
-        self._recorder.add("random state", "torch", torch.get_rng_state())
+        self._recorder.add("random state", {"torch": torch.get_rng_state()})
 
     def end(self) -> None:
         """Note the gradients; write and compare the step."""
         self._recorder.counts["microbatch"] = 0
-        for name, param in reversed([*self._fixed.model.named_parameters()]):
-            if param.grad is not None:
-                self._recorder.add("step gradient", name, param.grad)
+        params = reversed([*self._fixed.model.named_parameters()])
+        self._recorder.add("step gradient", {name: each.grad for name, each in params if each.grad is not None})
         self._settle()
 
     def _settle(self) -> None:
         """Gather what all ranks have noted; write and compare it."""
-        told = [(dist.get_rank(), {"step": self._fixed.step, "optimizer": 0, "values": self._recorder.take()})]
+        numbers, values = self._fixed.constants(), self._recorder.take()
+        told = [(dist.get_rank(), {"step": self._fixed.step, "optimizer": 0, "numbers": numbers, "values": values})]
         mesh = self._fixed.axes.mesh
         for group in map(mesh.get_group, range(mesh.ndim)):
             of_ranks: list[Any] = [None] * group.size()
@@ -136,34 +134,28 @@ class RunDigests:
         return ""
 
     def _write_and_compare(self, told: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
-        step, numbers = self._fixed.step, self._fixed.constants()
-        row = Recording.from_lines(told).rows[step, 0]
-        later = {"parameter": 0, "step gradient": 2}  # outputs and random states are between
+        step, row = self._fixed.step, Recording.from_lines(told).rows[self._fixed.step, 0]
+        later = {"number": 0, "parameter": 0, "step gradient": 2}  # outputs and random states are between
         keys = sorted(row, key=lambda each: (later.get(each.stage, 1), each.microbatch, each.stage == "output"))
-        halves = {key: divmod(digest_of(next(iter(row[key].values()))), 1 << 32) for key in keys}
-        values = {"|".join(map(str, key)): ["", packed(np.array(each, np.float64))] for key, each in halves.items()}
+        found = {key: digest_of(next(iter(row[key].values()))) for key in keys if key.stage != "number"}
+        halves = {key: np.array(divmod(each, 1 << 32), np.float64) for key, each in found.items()}
+        values = {"|".join(map(str, key)): ["", packed(each)] for key, each in halves.items()}
         with open_append(self._folder, DIGESTS) as file:
-            file.write(json.dumps({"step": step, "optimizer": 0, "numbers": numbers, "values": values}) + "\n")
+            file.write(json.dumps({**told[0][1], "values": values}) + "\n")
         if self._against is None:
             return ""
-        while self._other["step"] < step and (line := next(self._others, None)) is not None:
-            self._other = line
-        is_there = self._other["step"] == step
-        theirs = Recording.from_lines([(0, self._other)]).rows[self._other["step"], 0] if is_there else {}
-        others = self._other.get("numbers", {}) if is_there else numbers
-        differs: list[object] = [name for name, value in numbers.items() if others.get(name) != value]
+        line = next((each for each in self._others if each["step"] >= step), {"step": -1, "optimizer": 0, "values": {}})
+        theirs = Recording.from_lines([(0, line)]).rows.get((step, 0), {})
         for key in keys:
-            found = theirs.get(key)
-            if found is None and key.stage != "output" and not differs:  # another strategy has other units
+            if key not in theirs and key.stage not in ("output", "number"):  # another strategy has other units
                 return (
                     f"step {step}: the run in {self._against} has no digest of {key}; it ended before, began later, or has "
                     "another model or other frozen parameters"
                 )
-            if found is not None and any(times_of(each, found[0]) for each in row[key].values()):
-                differs.append(key)
-        if not differs:
-            return ""
-        return (
-            f"step {step}: the first difference from the run in {self._against} is {differs[0]}. Compared are parameters, then "
-            "outputs, then gradients of each step. Save both runs before this step, and see `shardwise checkpoint diff`"
-        )
+            if key in theirs and any(times_of(key, each, theirs[key][0]) for each in row[key].values()):
+                return (
+                    f"step {step}: the first difference from the run in {self._against} is {key}. Compared are parameters, "
+                    "then outputs, then gradients of each step. Save both runs before this step, and see `shardwise "
+                    "checkpoint diff`"
+                )
+        return ""

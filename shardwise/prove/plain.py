@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import math
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, Replicate, init_device_mesh
+from torch.distributed.tensor import DeviceMesh, Replicate
 from torch.optim.optimizer import Optimizer
 
 from shardwise import torch_private
@@ -42,7 +45,7 @@ class Unprovable(StateError):
 # first; attributes that hide parameters while modules compute in another dtype; and random numbers of this rank and of all
 # ranks, in the run whose weights, inputs and sums are moved by half a unit in the last place.
 _wraps: list[Wrap] = []
-_casts: list[tuple[dict[str, Any], str]] = []
+_casts = contextlib.ExitStack()
 _moves: list[torch.Generator] = []
 
 
@@ -58,15 +61,14 @@ class Wrap:
     """One call that wraps: a module, without what earlier calls have wrapped, and the options of the call."""
 
     def __init__(self, module: nn.Module, shares_buffers: bool, options: dict[str, Any]) -> None:
-        if not dist.is_initialized():
-            default_mesh()  # joins, as the call would
         self.module, self.options = module, options
         self.syncs, self.syncs_next = True, True  # now; from the next forward on
         self.shares_buffers = self.syncs_buffers = shares_buffers
         self.divide_by: float | None = None
-        mesh, dims, group = (options.get(name) for name in ("mesh", "dp_mesh_dims", "process_group"))
-        self.mesh: DeviceMesh | None = options.get("device_mesh") if mesh is None else mesh
-        if dims is not None and self.mesh is not None:
+        dims, group = options.get("dp_mesh_dims"), options.get("process_group")
+        # The default joins the process group, as the call would.
+        self.mesh: DeviceMesh = options.get("mesh") or options.get("device_mesh") or default_mesh()
+        if dims is not None:
             self.mesh = self.mesh[(*names_of(dims.replicate), *names_of(dims.shard))]
         if isinstance(group, dist.ProcessGroup):
             self.mesh = DeviceMesh.from_group(group, accelerator_type())
@@ -91,9 +93,12 @@ class Wrap:
     def groups(self, param: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
         """Return the process groups along the axes over which the gradient of ``param`` is averaged."""
         place = self.options.get("shard_placement_fn")
-        mesh = getattr(getattr(place(param) if place else None, "mesh_info", None), "mesh", None) or self.mesh
-        mesh = mesh or default_mesh()
-        return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
+        mesh = getattr(getattr(place(param) if place else None, "mesh_info", None), "mesh", None)
+        return tuple((mesh or self.mesh).get_all_groups())
+
+    def scale(self, param: torch.Tensor) -> float:
+        """Return what makes a mean over ranks what the script divides sums of gradients by."""
+        return math.prod(group.size() for group in self.groups(param)) / self.divide_by if self.divide_by else 1.0
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.syncs = self.syncs_next
@@ -109,7 +114,7 @@ class Wrap:
                 for name, param in torch_private.parameters_of(each).items():
                     if id(param) in own and name not in vars(each):
                         vars(each)[name] = own[id(param)]  # found before the parameter
-                        _casts.append((vars(each), name))
+                        _casts.callback(vars(each).pop, name, None)
         casts_inputs = getattr(self.options.get("mp_policy"), "cast_forward_inputs", True)
         return _cast((args, kwargs), dtype) if dtype and casts_inputs else None
 
@@ -159,23 +164,7 @@ def average(before: dict[int, torch.Tensor], own: dict[int, torch.Tensor]) -> No
 # ---- What replaces wrappers.
 
 
-class Nothing:
-    """Answers whatever wrappers are asked that changes only when and where they communicate."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *args: object) -> None: ...
-
-
-NOTHING = Nothing()
+NOTHING: Any = MagicMock()  # answers whatever wrappers are asked that changes only when and where they communicate
 
 
 def inside(module: Any, recurse: bool = True) -> list[Wrap]:
@@ -186,14 +175,10 @@ def inside(module: Any, recurse: bool = True) -> list[Wrap]:
 
 @contextlib.contextmanager
 def _syncing(wraps: list[Wrap], value: bool, names: tuple[str, ...] = ("syncs", "syncs_next")) -> Generator[None]:
-    before = [{name: getattr(wrap, name) for name in names} for wrap in wraps]
-    for wrap in wraps:
-        vars(wrap).update(dict.fromkeys(names, value))
-    try:
+    with contextlib.ExitStack() as stack:
+        for wrap, name in itertools.product(wraps, names):
+            stack.enter_context(patch.object(wrap, name, value))
         yield
-    finally:
-        for wrap, values in zip(wraps, before, strict=True):
-            vars(wrap).update(values)
 
 
 class PlainModule:
@@ -205,6 +190,7 @@ class PlainModule:
             wrap.syncs = wrap.syncs_next = requires_gradient_sync
 
     set_requires_all_reduce = set_requires_gradient_sync
+    require_backward_grad_sync = property(lambda self: inside(self)[-1].syncs_next, set_requires_gradient_sync)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide sums of gradients by ``factor`` in place of the number of ranks."""
@@ -212,16 +198,6 @@ class PlainModule:
             wrap.divide_by = factor
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether backwards of later forwards average gradients."""
-        return inside(self)[-1].syncs_next
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        for wrap in inside(self):
-            wrap.syncs_next = value
 
     def no_sync(self) -> Any:
         """Do not average gradients in backwards of forwards within the context."""
@@ -291,15 +267,15 @@ def _plain(optimizer_class: type[Optimizer]) -> Any:
     return type(optimizer_class.__name__, (optimizer_class,), {**methods, "consolidate_state_dict": NOTHING})
 
 
-_OF_ZERO = ("process_group", "parameters_as_bucket_view", "overlap_with_ddp", "partition", "mixed_dtypes")
-_OF_SHARDED = ("update", "flat", "offload", "groups")
+_OF_ZERO = {"process_group", "parameters_as_bucket_view", "overlap_with_ddp", "partition", "mixed_dtypes"}
+_OF_SHARDED = {"update", "flat", "offload", "groups"}
 
 
 def partitioned_optimizer(params: Any, optimizer_class: type[Optimizer], *args: Any, **defaults: Any) -> Optimizer:
     """Stand for ``ZeroRedundancyOptimizer``."""
     if defaults.get("overlap_with_ddp"):
         raise Unprovable("the script steps in the backward of DistributedDataParallel (overlap_with_ddp)")
-    options = {name: value for name, value in defaults.items() if name not in _OF_ZERO}
+    options = {name: value for name, value in defaults.items() if name not in _OF_ZERO | _OF_SHARDED}
     return _plain(optimizer_class)(params, *args, **options)
 
 
@@ -308,8 +284,7 @@ def sharded_optimizer(named_params: Any, optimizer_class: type[Optimizer], *args
     params, groups = unpacked_groups(named_params, defaults.get("groups", ()))
     named = checked_params(params)
     split = [{"params": [named[each] for each in names], **own} for names, own in split_by_group(named, groups)]
-    options = {name: value for name, value in defaults.items() if name not in _OF_SHARDED}
-    made: Any = partitioned_optimizer(split, optimizer_class, *args, **options)
+    made: Any = partitioned_optimizer(split, optimizer_class, *args, **defaults)
     made.named_params = named
     return made
 
@@ -355,37 +330,24 @@ def _unchanged(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _mesh_of(tensor: torch.Tensor) -> DeviceMesh:
-    wrap = wrapped().get(id(tensor), (_wraps[0] if _wraps else None, tensor))[0]
-    of_all = init_device_mesh(accelerator_type(), (rank_and_size()[1],))
-    return of_all if wrap is None or wrap.mesh is None else wrap.mesh
+    wrap = wrapped().get(id(tensor), (*_wraps[:1], None))[0]
+    return default_mesh() if wrap is None else wrap.mesh
 
 
-_OF_FSDP: dict[str, Any] = {
-    "fully_shard": shard,
-    "FSDPModule": PlainModule,
-    "share_comm_ctx": NOTHING,
-    "register_fsdp_forward_method": NOTHING,
-}
-_OURS: dict[str, Any] = {
-    "replicate": shard,
-    "shard_model": shard,
-    "ReplicateModule": PlainModule,
-    "policy": policy,
-    "use_in": NOTHING,
-    "describe_units": NOTHING,
-    "Reproducible": SummedMicrobatches,
+_OF_TORCH = ("fsdp", "optim", "tensor", "tensor.parallel", "_composable.replicate", "_composable.replicate_with_fsdp")
+_PLACES = ("shardwise", "torch.nn.parallel.distributed", *(f"torch.distributed.{each}" for each in _OF_TORCH))
+_REPLACED: dict[str, Any] = {
+    **dict.fromkeys(("fully_shard", "replicate", "shard_model"), shard),
+    **dict.fromkeys(("FSDPModule", "ReplicateModule"), PlainModule),
+    **dict.fromkeys(("parallelize_module", "distribute_module"), _unchanged),
+    **dict.fromkeys(("share_comm_ctx", "register_fsdp_forward_method", "use_in", "describe_units"), NOTHING),
+    "DistributedDataParallel": PlainReplicas,
+    "FullyShardedDataParallel": PlainShards,
     "ZeroRedundancyOptimizer": partitioned_optimizer,
     "ShardedOptimizer": sharded_optimizer,
-}
-REPLACED: dict[str, dict[str, Any]] = {
-    "shardwise": _OF_FSDP | _OURS,
-    "torch.distributed.fsdp": _OF_FSDP | {"FullyShardedDataParallel": PlainShards},
-    "torch.distributed._composable.replicate": {"replicate": shard},
-    "torch.distributed._composable.replicate_with_fsdp": {"replicate": shard},
-    "torch.distributed.optim": {"ZeroRedundancyOptimizer": partitioned_optimizer},
-    "torch.distributed.tensor.parallel": {"parallelize_module": _unchanged},
-    "torch.distributed.tensor": {"distribute_module": _unchanged, "distribute_tensor": distribute},
-    "torch.nn.parallel": {"DistributedDataParallel": PlainReplicas},
+    "Reproducible": SummedMicrobatches,
+    "distribute_tensor": distribute,
+    "policy": policy,
 }
 _ANSWERS: dict[str, Any] = {
     **dict.fromkeys(("full_tensor", "to_local", "redistribute"), lambda self, *_, **__: self),
@@ -396,7 +358,8 @@ _ANSWERS: dict[str, Any] = {
 
 def replace_wrappers() -> None:
     """Replace the wrappers in every module that has them, and let plain tensors answer what DTensors are asked."""
-    found = [(getattr(importlib.import_module(at), name), new) for at in REPLACED for name, new in REPLACED[at].items()]
+    parts = [vars(importlib.import_module(place)) for place in _PLACES]
+    found = [(part[name], new) for part in parts for name, new in _REPLACED.items() if name in part]
     for original, new in found:
         if isinstance(new, type) and issubclass(new, PlainModule):
             for name in {*dir(original)} - {*dir(nn.Module), *dir(PlainShards), "module"}:
@@ -439,7 +402,7 @@ class PlainRecorder(RunRecorder):
         names, units = {id(param): name for name, param in params.items()}, dict[str, Any]()
         for wrap, param in wrapped().values():
             if id(param) in names:
-                mesh, unit = wrap.mesh or default_mesh(), self.models.of_module(wrap.module) or "the model"
+                mesh, unit = wrap.mesh, self.models.of_module(wrap.module) or "the model"
                 axes, sizes, ranks = mesh.mesh_dim_names or (), mesh.shape, mesh.mesh.reshape(-1).tolist()
                 units[names[id(param)]] = {"unit": unit, "axes": axes, "sizes": sizes, "ranks": ranks}
         untied: list[str] = []
@@ -451,39 +414,31 @@ class PlainRecorder(RunRecorder):
 
     def begin_pass(self, args: Any) -> Any:
         """Watch gradients of parameters; move inputs in a moved run."""
-        self._uncast()
-        found = wrapped()
+        _casts.close()
         for param in self.models.tensors().values():
             if param.requires_grad and id(param) not in self._hooked:
                 self._hooked.add(id(param))
-                param.register_hook(self._hook(param, found[id(param)][0] if id(param) in found else None))
+                param.register_hook(partial(self._note, id(param)))
         return torch_private.map_tensors(moved, args) if _moves else None
 
-    def _uncast(self) -> None:
-        while _casts:
-            attributes, name = _casts.pop()
-            attributes.pop(name, None)
-
-    def _hook(self, param: torch.Tensor, wrap: Wrap | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        def note(gradient: torch.Tensor) -> torch.Tensor:
-            if wrap is not None and wrap.divide_by:
-                gradient = gradient * (math.prod(group.size() for group in wrap.groups(param)) / wrap.divide_by)
-            self._own[id(param)] = self._own.get(id(param), 0) + gradient.detach()
-            return gradient
-
-        return note
+    def _note(self, key: int, gradient: torch.Tensor) -> None:
+        self._own[key] = self._own.get(key, 0) + gradient.detach()
 
     def begin_backward(self) -> None:
         """Keep the gradients of earlier backwards."""
-        grads = {id(param): param.grad for _, param in wrapped().values()}
-        self._before = {key: grad.clone() for key, grad in grads.items() if grad is not None}
+        params = [param for _, param in wrapped().values()]
+        self._before = {id(param): param.grad.clone() for param in params if param.grad is not None}
 
     def end_backward(self, tensors: Any) -> None:
         """Average the gradients before they are recorded."""
-        self._uncast()
+        _casts.close()
+        found, own = wrapped(), dict[str, torch.Tensor]()
         for name, param in self.models.tensors().items():
             if id(param) in self._own:
-                self.add("own", name, self._own[id(param)])
+                if id(param) in found:
+                    self._own[id(param)] *= found[id(param)][0].scale(param)
+                own[name] = self._own[id(param)]
+        self.add("own", own)
         average(self._before, self._own)
         self._own = {}
         super().end_backward(tensors)

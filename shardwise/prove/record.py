@@ -1,18 +1,18 @@
 """A recording of a training run: sketches of what each step computes, a file of lines per rank.
 
 Torch's global hooks watch modules and optimizers.  No hook tells where a backward begins and ends, so a function that calls
-``torch.autograd.backward`` replaces it until :meth:`RunRecorder.remove`.
+``torch.autograd.backward`` replaces it until the recording ends.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
+import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from shardwise import torch_private
 from shardwise.containers import tensors_in
 from shardwise.fsdp.waiting_gradients import WaitingGradient
 from shardwise.one_host import RandomState
-from shardwise.prove.sketch import sketch_of
+from shardwise.prove.sketch import NOTHING, Named, Sketches, sketches_of
 from shardwise.safe_files import open_append
 
 LEAVE_S = 30.0  # what a rank that has made its steps waits for the others
@@ -146,60 +146,54 @@ class RunRecorder:
 
     def __init__(self, terms: Terms) -> None:
         self.terms, self.models = terms, Models()
-        self._found: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
+        self._found: Sketches = {}
         self._stepping: Optimizer | None = None  # one inside another one steps within its step
         self._num_steps: dict[Optimizer, int] = {}
-        # Of this step, of the run, of nested backwards, of nested forwards, and of inputs of this pass.
-        self.counts = {"microbatch": 0, "backwards": 0, "depth": 0, "forward": 0, "inputs": 0}
-        self._undo: list[Callable[[], object]] = []
+        self._is_complete = False
+        # Of this step, of the run, of nested forwards, and of inputs of this pass.
+        self.counts = {"microbatch": 0, "backwards": 0, "forward": 0, "inputs": 0}
+        self._is_in_backward = False
 
-    def install(self) -> None:
-        """Begin to record."""
-        original = torch.autograd.backward
+    def install(self) -> ExitStack:
+        """Begin to record; return what ends the recording.  Another one may begin meanwhile, and ends first."""
+        original, stack = torch.autograd.backward, ExitStack()
 
         def backward(*args: Any, **kwargs: Any) -> None:
-            if not self.counts["depth"]:
-                self.begin_backward()
-            self.counts["depth"] += 1  # checkpoints run one inside another
+            if self._is_in_backward:  # checkpoints run one inside another
+                return original(*args, **kwargs)
+            self.begin_backward()
+            self._is_in_backward = True
             try:
                 original(*args, **kwargs)
             finally:
-                self.counts["depth"] -= 1
-            if not self.counts["depth"]:
-                self.end_backward(args[0] if args else kwargs["tensors"])
+                self._is_in_backward = False
+            self.end_backward(args[0] if args else kwargs["tensors"])
 
-        hooks = (
+        for hook in (
             register_module_forward_pre_hook(self._before_forward),
             register_module_forward_hook(self._after_forward, always_call=True),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
-        )
+        ):
+            stack.callback(hook.remove)
         torch.autograd.backward = backward
-        self._undo = [*(each.remove for each in hooks), lambda: setattr(torch.autograd, "backward", original)]
-
-    def remove(self) -> None:
-        """End the recording; another one may have begun meanwhile, and ends first."""
-        for each in self._undo:
-            each()
+        stack.callback(setattr, torch.autograd, "backward", original)
+        return stack
 
     # ---- entries
 
-    def add(self, stage: str, name: str, tensor: torch.Tensor, may_be_cut: bool = False) -> None:
-        """Note the sketch of a tensor; one of the same name gets a number."""
-        found, shape = sketch_of(tensor, self.terms.exact), "x".join(map(str, tensor.shape)) if may_be_cut else ""
-        key = first = f"{stage}|{self.counts['microbatch']}|{shape}|{name}"
-        number = 1
-        while key in self._found:
-            number += 1
-            key = f"{first} (call {number})"
-        if found is not None:
-            self._found[key] = found
+    def add(self, stage: str, tensors: Named, like: Named = NOTHING, may_be_cut: bool = False) -> None:
+        """Note the sketches of tensors by name, some cut as those in ``like`` are; one of a known name gets a number."""
+        for name, found in sketches_of(tensors, like, self.terms.exact).items():
+            shape = "x".join(map(str, like.get(name, tensors[name]).shape)) if may_be_cut else ""
+            first = f"{stage}|{self.counts['microbatch']}|{shape}|{name}"
+            keys = itertools.chain([first], (f"{first} (call {number})" for number in itertools.count(2)))
+            self._found[next(key for key in keys if key not in self._found)] = found
 
     def add_all(self, stage: str, name: str, tree: object) -> None:
         """Note the tensors in ``tree``, of which each rank has its own."""
-        tensors = tensors_in(tree)
-        for number, each in enumerate(tensors):
-            self.add(stage, f"{name}{f'[{number}]' * bool(number)}", each, may_be_cut=True)
+        tensors = {f"{name}{f'[{number}]' * bool(number)}": each for number, each in enumerate(tensors_in(tree))}
+        self.add(stage, tensors, may_be_cut=True)
 
     def take(self) -> dict[str, list[str]]:
         """Return the entries as a line has them, and begin with none."""
@@ -223,7 +217,8 @@ class RunRecorder:
             return None
         changed = None
         if not self.counts["forward"]:
-            self._leave_if_complete()
+            if self._is_complete:
+                self._leave()
             if self.models.add(module):
                 self.see_model(len(self.models.roots) - 1)
             self.counts["inputs"] = 0
@@ -236,7 +231,7 @@ class RunRecorder:
 
     def _is_outside(self) -> bool:
         """Return True inside compiled code, in blocks that are computed again in backward, and where tools watch operations."""
-        return torch.compiler.is_compiling() or self.counts["depth"] > 0 or torch_private.has_dispatch_mode()
+        return torch.compiler.is_compiling() or self._is_in_backward or torch_private.has_dispatch_mode()
 
     def _after_forward(self, module: nn.Module, args: Any, output: object) -> None:
         if not self._is_outside() and self.counts["forward"]:
@@ -249,11 +244,9 @@ class RunRecorder:
         """Note a model's values before its first forward, as the script has initialised them and as the run begins."""
         with self.models.whole(), torch.no_grad():
             params = self.models.tensors(only=index)
-            for name, each in params.items():
-                self.add("initial", name, each)
+            self.add("initial", params)
             facts = self.start(index)
-            for name, each in params.items():
-                self.add("parameter", name, each)
+            self.add("parameter", params)
         self.write(-1, index, **facts)
 
     def start(self, index: int) -> dict[str, Any]:
@@ -283,9 +276,8 @@ class RunRecorder:
 
     def _add_gradients(self, stage: str, params: dict[str, torch.Tensor]) -> None:
         with self.models.whole(with_grads=True):
-            for name, param in reversed(params.items()):
-                if param.grad is not None and not isinstance(param.grad, WaitingGradient):
-                    self.add(stage, name, param.grad)
+            grads = {name: param.grad for name, param in reversed(params.items()) if param.grad is not None}
+            self.add(stage, {name: each for name, each in grads.items() if not isinstance(each, WaitingGradient)})
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # Some optimizers are tried on small tensors; one that has raised steps again.
@@ -300,59 +292,57 @@ class RunRecorder:
         self._stepping = None
         if not self.models.roots:
             return
-        number = self._num_steps.setdefault(optimizer, 0)
-        self._num_steps[optimizer] += 1
-        params, index = self.models.of_optimizer(optimizer), list(self._num_steps).index(optimizer)
+        number, params = self._num_steps.get(optimizer, 0), self.models.of_optimizer(optimizer)
+        self._num_steps[optimizer] = number + 1
+        index = [*self._num_steps].index(optimizer)
         numbers = {
-            "lr": [float(group.get("lr", 0.0)) for group in optimizer.param_groups],
-            "microbatches": self.counts["microbatch"],
-            "backwards": self.counts["backwards"],
-            "random": int(hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:12], 16),
+            "the learning rate": [float(group.get("lr", 0.0)) for group in optimizer.param_groups],
+            "the number of backwards before the step": self.counts["backwards"],
+            "the number of microbatches": self.counts["microbatch"],
         }
         self.counts["microbatch"] = 0
+        self.add("random state", {"torch": torch.get_rng_state()})
         with self.models.whole():
-            for name, param in params.items():
-                self.add("parameter", name, param)
-        for name, each in self.models.tensors("buffers").items() if not index else ():
-            self.add("buffer", name, each)
-        for name, param in () if self.models.fsdp1 else params.items():
-            state = optimizer.state[param] if param in optimizer.state else {}  # noqa: SIM401  a default of torch's adds one
-            for key, value in sorted(state.items(), key=lambda each: str(each[0])):
-                if isinstance(value, torch.Tensor) and (found := state_like(value, param)) is not None:
-                    self.add("state", f"{name}.{key}", found, found.shape != param.shape)
+            self.add("parameter", params)
+        self.add("buffer", {} if index else self.models.tensors("buffers"))
+        if not self.models.fsdp1:
+            self.add("state", *states_of(optimizer, params), may_be_cut=True)
         self.write(number, index, numbers=numbers)
-        if self._is_complete():
+        most = self.terms.steps
+        if most is not None and min(self._num_steps.values()) >= most:
             self.note_done()
 
     # ---- the end
 
-    def _is_complete(self) -> bool:
-        most = self.terms.steps
-        return most is not None and bool(self._num_steps) and min(self._num_steps.values()) >= most
-
     def note_done(self) -> None:
         """Tell the launcher and the other ranks that this rank has made its steps."""
+        self._is_complete = True
         self.terms.path("done-{}").touch()
 
-    def _leave_if_complete(self) -> None:
+    def _leave(self) -> None:
         """End this process after its steps; the others may need it for what they do after their last step."""
-        if self._is_complete():
-            deadline = time.monotonic() + LEAVE_S
-            while len([*Path(self.terms.folder).glob("done-*")]) < rank_and_size()[1] and time.monotonic() < deadline:
-                time.sleep(0.02)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
+        deadline = time.monotonic() + LEAVE_S
+        while len([*Path(self.terms.folder).glob("done-*")]) < rank_and_size()[1] and time.monotonic() < deadline:
+            time.sleep(0.02)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
-def state_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor | None:
-    """Return an optimizer's state as a tensor that is cut as its parameter is, or whole; None for what is cut otherwise."""
-    if isinstance(value, DTensor) or not isinstance(param, DTensor) or value.numel() == 1:
-        return value
-    if value.shape != torch_private.local_of(param).shape:
-        return None
-    spec = torch_private.spec_of(param, value.dtype)
-    return torch_private.dtensor_from_local(value.detach(), spec)
+def states_of(optimizer: Optimizer, params: Named) -> tuple[Named, Named]:
+    """Return an optimizer's state by name, and parameters for what is cut as they are; without what is cut otherwise."""
+    states, like = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, param in params.items():
+        state = optimizer.state[param] if param in optimizer.state else {}  # noqa: SIM401  a default of torch's adds one
+        tensors = {f"{name}.{key}": each for key, each in state.items() if isinstance(each, torch.Tensor)}
+        for key, each in sorted(tensors.items()):
+            if not isinstance(param, DTensor) or isinstance(each, DTensor):
+                states[key] = each
+            elif each.shape == torch_private.local_of(param).shape:
+                states[key], like[key] = each, param
+            elif each.numel() == 1:
+                states[key] = each
+    return states, like
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -378,8 +368,5 @@ def recorded(folder: str | Path, *, exact: bool = False) -> Generator[None]:
     Path(folder).mkdir(parents=True, exist_ok=True)
     recorder = RunRecorder(Terms(str(folder), exact=exact))
     recorder.terms.path("rank-{}.jsonl").unlink(missing_ok=True)
-    recorder.install()
-    try:
+    with recorder.install():
         yield
-    finally:
-        recorder.remove()

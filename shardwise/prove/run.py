@@ -105,20 +105,19 @@ def judge(both: Comparison) -> Verdict:
     runs, differences = (both.tested, both.plain), both.findings()
     names = [{name for place in run.rows for name in run.of(place, "parameter")} for run in runs]
     first = next((each for each in differences if each.step), None)
-    reason = ""
-    if not all(run.steps for run in runs):
-        reason = "no optimizer made a step"
-    elif not names[0] & names[1]:
-        reason = "no parameter has the same name in both runs"
-    elif first is not None and first.step == 1 and "input of" in first.what:
-        reason = (
-            f"{first}. The data differ between the two runs: they are random without a seed, or the loader depends on time. "
-            "Seed it, and prove again"
-        )
-    elif not both.times:
-        reason = f"nothing is called {both.options.only}"
-    if reason:
-        return Verdict(CANNOT, reason)
+    other_data = (
+        f"{first}. The data differ between the two runs: they are random without a seed, or the loader depends on time. "
+        "Seed it, and prove again"
+    )
+    reasons = {
+        "no optimizer made a step": not all(run.steps for run in runs),
+        "no parameter has the same name in both runs": not names[0] & names[1],
+        other_data: first is not None and first.step == 1 and "input of" in first.what,
+        f"nothing is called {both.options.only}": not both.times,
+    }
+    for reason, is_found in reasons.items():
+        if is_found:
+            return Verdict(CANNOT, reason)
     verdict = Verdict(RIGHT, "", [*differences, *compare_ranks(both.plain)], [], both.times, both.plain)
     told: set[tuple[str, str]] = set()
     for note, is_refused in notes_of(both.plain):

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -26,9 +28,12 @@ class Box(NamedTuple):
     sizes: tuple[int, ...]
 
 
+Named = Mapping[str, torch.Tensor]
+Sketches = dict[str, tuple[torch.Tensor, tuple[int, ...]]]  # of parts, with the ranks whose parts make a tensor whole
+NOTHING: Named = MappingProxyType({})
 NUM_SUMS = 12  # after them comes the sum of squares, which needs no estimate
+_MOST_STACKED = 1 << 14  # elements: a copy of more costs more than a call
 _MIN_COLUMNS = 64  # trailing dimensions are merged up to this: a product with few columns would be slow
-_CHUNK = 1 << 20
 _MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # odd, of splitmix64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -60,75 +65,85 @@ def _rows_and_columns(box: Box, device: torch.device, dtype: torch.dtype) -> tup
     return _signs(rows, 2, device), _signs(columns, 1, device).to(dtype)
 
 
-def _real(local: torch.Tensor, box: Box | None) -> tuple[torch.Tensor, Box]:
-    """Return the dense real numbers of a tensor, and their place (default: it is the full tensor)."""
-    values = local.detach() if local.layout is torch.strided else local.detach().to_dense()
-    box = Box(tuple(values.shape), (0,) * values.ndim, tuple(values.shape)) if box is None else box
+def _real(values: torch.Tensor, box: Box) -> tuple[torch.Tensor, Box]:
+    """Return the real numbers of tensors, and their place."""
     if values.is_complex():
         return torch.view_as_real(values.resolve_conj()), Box((*box.shape, 2), (*box.offsets, 0), (*box.sizes, 2))
     return values, box
 
 
-def sketch(local: torch.Tensor, box: Box | None = None) -> torch.Tensor:
-    """Return the float64 sums of ``local``, whose place is ``box`` (default: it is the full tensor).
+def _whole(tensor: torch.Tensor) -> Box:
+    return Box(tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape))
+
+
+def sketch(stack: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the float64 sums of each tensor in a stack, a row each; the place of all is ``box``.
 
     Costs 12 multiplications and additions an element.  Call it without gradients.
     """
-    values, box = _real(local, box)
-    flat = values.to(
-        torch.float32 if values.is_floating_point() and values.dtype.itemsize <= 4 else torch.float64
-    ).reshape(-1)
-    rows, columns = _rows_and_columns(box, flat.device, flat.dtype)
-    parts = columns @ flat.view(rows.shape[1], columns.shape[1]).t()
-    return torch.cat((torch.linalg.vecdot(parts.double(), rows), torch.dot(flat, flat).view(1)))
+    values, box = _real(stack, box)
+    dtype = torch.float32 if values.is_floating_point() and values.dtype.itemsize <= 4 else torch.float64
+    signs_of_rows, signs = _rows_and_columns(box, values.device, dtype)
+    num, num_rows, num_columns = len(stack), signs_of_rows.shape[1], signs.shape[1]
+    flat = values.to(dtype).reshape(num, num_rows * num_columns)
+    parts = (signs @ flat.view(num * num_rows, num_columns).t()).double().view(NUM_SUMS, num, num_rows)
+    sums = torch.linalg.vecdot(parts, signs_of_rows[:, None]).t()
+    return torch.cat((sums, torch.linalg.vecdot(flat, flat)[:, None]), 1)
 
 
-def digest(local: torch.Tensor, box: Box | None = None) -> torch.Tensor:
+def digest(local: torch.Tensor, box: Box) -> torch.Tensor:
     """Return an int64 that depends on every bit of a tensor and its place; sums of those of all parts are that of the whole.
 
     Integers wrap around, so that their sums do not depend on the order.
     """
     values, box = _real(local, box)
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    numbers = values.contiguous().view(-1).view(_INTEGERS[values.element_size()])
-    for chunk, places in zip(numbers.split(_CHUNK), _places(box, values.device).split(_CHUNK), strict=True):
-        mixed = chunk.to(torch.int64) + places * _MULTIPLIERS[0]
-        mixed = (mixed ^ (mixed >> 31)) * _MULTIPLIERS[0]
-        total += (mixed ^ (mixed >> 29)).sum()
-    return total
+    numbers = values.contiguous().view(-1).view(_INTEGERS[values.element_size()]).to(torch.int64)
+    mixed = numbers + _places(box, values.device) * _MULTIPLIERS[0]
+    mixed = (mixed ^ (mixed >> 31)) * _MULTIPLIERS[0]
+    return (mixed ^ (mixed >> 29)).sum()
 
 
-# By shape, placements and mesh of a DTensor: its part on this rank, and the ranks that have the others.
-_parts: dict[object, tuple[Box, tuple[int, ...]] | None] = {}
+# What this rank has of a tensor, and the ranks whose parts make it whole; none: it is whole.
+Part = tuple[Box, tuple[int, ...]]
+_parts: dict[object, Part | None] = {}  # by shape, placements and mesh of a DTensor
 
 
-def _part_of(tensor: DTensor) -> tuple[Box, tuple[int, ...]] | None:
-    key = tensor.shape, tensor.placements, tensor.device_mesh
+def _part_of(tensor: torch.Tensor) -> Part | None:
+    """Return the part of a tensor on this rank; None for what has no values: on meta, or partial sums."""
+    if not isinstance(tensor, DTensor):
+        return None if tensor.is_meta else (_whole(tensor), ())
+    mesh = tensor.device_mesh
+    key = tensor.shape, tensor.placements, mesh
     if key not in _parts:
         cuts = [not isinstance(each, Replicate) for each in tensor.placements]
-        at = tuple(
-            slice(None) if cut else i for cut, i in zip(cuts, tensor.device_mesh.get_coordinate() or (), strict=True)
-        )
-        owners = tuple(tensor.device_mesh.mesh[at].reshape(-1).tolist())
-        box = Box(tuple(tensor.shape), (0,) * tensor.ndim, (0,) * tensor.ndim)
-        for part in tensor.__create_chunk_list__()[:1]:
-            box = Box(tuple(tensor.shape), tuple(part.offsets), tuple(part.sizes))
-        _parts[key] = (box, owners) if any(cuts) else None
-    return _parts[key]
+        at = tuple(slice(None) if cut else i for cut, i in zip(cuts, mesh.get_coordinate() or (), strict=True))
+        chunk = tensor.__create_chunk_list__()[0]
+        box = Box(tuple(tensor.shape), tuple(chunk.offsets), tuple(chunk.sizes))
+        owners = tuple(mesh.mesh[at].reshape(-1).tolist()) if any(cuts) else ()
+        _parts[key] = None if any(each.is_partial() for each in tensor.placements) else (box, owners)
+    return None if tensor.is_meta else _parts[key]
 
 
-def sketch_of(tensor: torch.Tensor, exact: bool = False) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-    """Return the sketch of this rank's part of ``tensor``, and the ranks whose parts make it whole (none: it is whole).
+def sketches_of(tensors: Named, like: Named = NOTHING, exact: bool = False) -> Sketches:
+    """Return the sketches of this rank's parts of tensors that have values, with the ranks whose parts make each whole.
 
-    None for what has no values: on meta, or partial sums.  ``exact``: the halves of the digest follow, which float64 holds.
+    Args:
+        tensors: DTensors, and local ones.
+        like: for some of these, a DTensor that is cut as they are.
+        exact: the halves of the digest follow, which float64 holds.
     """
-    local, (box, owners) = torch_private.local_of(tensor), (None, ())
-    if local.is_meta or (isinstance(tensor, DTensor) and any(each.is_partial() for each in tensor.placements)):
-        return None
-    if isinstance(tensor, DTensor):
-        box, owners = _part_of(tensor) or (None, ())
-    found = sketch(local, box)
-    if exact:
-        number = digest(local, box)
-        found = torch.cat((found, torch.stack((number >> 32, number & 0xFFFFFFFF)).double()))
-    return found, owners
+    stacks: dict[Any, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        local, part = torch_private.local_of(tensor).detach().to_dense(), _part_of(like.get(name, tensor))
+        if part is not None:  # small ones of one shape are sketched together
+            own = name if local.numel() > _MOST_STACKED else ""
+            stacks.setdefault((part, local.dtype, local.device, own), {})[name] = local
+    found: Sketches = {}
+    for ((box, owners), *_), members in stacks.items():
+        first, *others = members.values()
+        sums = sketch(torch.stack([first, *others]) if others else first[None], box)
+        if exact:
+            numbers = torch.stack([digest(each, box) for each in members.values()])
+            sums = torch.cat((sums, torch.stack((numbers >> 32, numbers & 0xFFFFFFFF), 1).double()), 1)
+        found |= {name: (row, owners) for name, row in zip(members, sums, strict=True)}
+    return {name: found[name] for name in tensors if name in found}

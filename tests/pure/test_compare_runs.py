@@ -12,16 +12,17 @@ import torch
 
 from shardwise.prove.compare import Comparison, Key, ProveOptions, Recording, compare_ranks, notes_of
 from shardwise.prove.run import Verdict, judge
-from shardwise.prove.sketch import sketch
+from shardwise.prove.sketch import sketches_of
 
 W = 2
+RATE, BACKWARDS = "the learning rate", "the number of backwards before the step"
 Tensors = Mapping[tuple[str, int], torch.Tensor]
 _DRAWN = {(what, rank): torch.randn(6, 70) for what in ("g0", "g1", "p", "other") for rank in range(W)}
 GIVEN = {**_DRAWN, ("p", 1): _DRAWN["p", 0]}
 
 
 def sums(tensor: torch.Tensor) -> Any:
-    return sketch(tensor).numpy()
+    return sketches_of({"": tensor})[""][0].numpy()
 
 
 def key(stage: str, name: str = "w", microbatch: int = 0) -> Key:
@@ -37,9 +38,9 @@ def run(gradient: Any = None, after: torch.Tensor | None = None) -> Recording:
     given = {rank: right if gradient is None else gradient(rank, right) for rank in range(W)}
     row[key("step gradient", "w", 2)] = {rank: sums(each) for rank, each in given.items()}
     row[key("parameter")] = dict.fromkeys(range(W), sums(GIVEN["p", 0] - right if after is None else after))
-    told = {"microbatches": 2.0, "lr": 0.1, "backwards": 2.0}
-    numbers = {name: {rank: np.array([each]) for rank in range(W)} for name, each in told.items()}
-    return Recording((0, 1), {(-1, 0): begin, (0, 0): row}, {(-1, 0): {}, (0, 0): numbers})
+    for name, each in ((RATE, [0.1]), ("the number of microbatches", 2), (BACKWARDS, 2)):
+        row[key("number", name)] = {rank: np.array(each) for rank in range(W)}
+    return Recording((0, 1), {(-1, 0): begin, (0, 0): row})
 
 
 def both(
@@ -122,7 +123,7 @@ def test_each_rank_averages_with_the_ranks_of_its_own_unit() -> None:
 
 def test_gradients_that_zero_grad_has_not_cleared_are_told() -> None:
     twice, other = run(), run(lambda rank, right: right * 2)
-    twice.rows[1, 0], twice.numbers[1, 0] = other.rows[0, 0], other.numbers[0, 0]
+    twice.rows[1, 0] = other.rows[0, 0]
     assert [note.text for note, _ in notes_of(twice)] == [
         "gradients of earlier backwards are still in it (zero_grad() was not called after them)"
     ]
@@ -140,9 +141,9 @@ def test_buffers_that_differ_between_ranks_are_told() -> None:
 def test_ranks_that_differ_are_named() -> None:
     apart, rates, short = run(), run(), run()
     apart.rows[0, 0][key("parameter")][1] = sums(GIVEN["other", 0])
-    rates.numbers[0, 0]["lr"][1] = np.array([0.2])
-    for each in short.numbers[0, 0].values():
-        del each[1]
+    rates.rows[0, 0][key("number", RATE)][1] = np.array([0.2])
+    for each in short.rows[0, 0].values():
+        each.pop(1)
     texts = ["; ".join(map(str, compare_ranks(each))) for each in (apart, rates, short, run())]
     assert texts == [
         "step 1  parameter of w: differs between ranks 0 and 1, which began with the same parameters",
@@ -169,12 +170,12 @@ def test_other_data_cannot_be_proven() -> None:
 
 def test_another_learning_rate_is_a_difference() -> None:
     other = run()
-    other.numbers[0, 0]["lr"] = dict.fromkeys(range(W), np.array([0.3]))
+    other.rows[0, 0][key("number", RATE)] = dict.fromkeys(range(W), np.array([0.3]))
     (first,) = verdict_on(other).findings
-    assert str(first) == "step 1  the learning rate: is [0.3], and [0.1] in the reference (on rank 0)"
+    assert str(first) == "step 1  the learning rate: is [0.3], and [0.1] in the reference"
 
 
 def test_a_recording_without_steps_cannot_be_proven() -> None:
     assert verdict_on(Recording((0, 1))).reason == "no optimizer made a step"
-    other = Recording((0, 1), {(0, 0): {key("parameter", "v"): {0: np.ones(13)}}}, {(0, 0): {}})
+    other = Recording((0, 1), {(0, 0): {key("parameter", "v"): {0: np.ones(13)}}})
     assert verdict_on(other).reason == "no parameter has the same name in both runs"

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardwise
 from shardwise.prove.compare import ProveOptions
 from shardwise.prove.run import compare_folders
-from shardwise.prove.sketch import sketch, sketch_of
+from shardwise.prove.sketch import sketches_of
 
 PROVE = [*COMMAND[: COMMAND.index("train")], "prove"]
 QUICK = ("hook_divides_again", "rate_by_rank", "divided_by_hand", "shard_model")
@@ -168,11 +168,9 @@ def test_sketches_of_shards_and_replicas_are_that_of_the_whole() -> None:
     ):
         tensor = distribute_tensor(full, mesh, placements)
         assert isinstance(tensor, DTensor)
-        found = sketch_of(tensor)
-        assert found is not None
-        parts, ranks = found
+        parts, ranks = sketches_of({"w": tensor})["w"]
         told: list[Any] = [None] * 4
         dist.all_gather_object(told, parts)
         whole: Any = sum(told[rank] for rank in ranks) if ranks else parts
-        assert torch.allclose(whole, sketch(full), rtol=1e-5, atol=1e-4)
+        assert torch.allclose(whole, sketches_of({"w": full})["w"][0], rtol=1e-5, atol=1e-4)
         assert dist.get_rank() in ranks or not ranks
