@@ -300,7 +300,7 @@ def optimized(optimizer: Optimizer) -> OptimizerState:
 # ---- A rank's report of the exception that ended its step, and which of several was the first cause.
 
 Choice = Literal["retry", "skip", "raise"]
-_PACKAGE = str(Path(__file__).parent.parent)
+_PACKAGE = str(Path(__file__).parent)
 _INSIDE = (_PACKAGE, str(Path(torch.__file__).parent))
 _LIMIT = 400  # characters of a quoted text
 

@@ -322,8 +322,8 @@ def read_requests(files: Files, checkpoint: Path, manifest: Manifest, requests: 
     by_file: dict[int, list[tuple[int, ByteRange, Request]]] = {}  # where each range begins in the file
     for request in requests:
         for part in request.record.parts:
-            steps = [(part.begin + run.begin, run, request) for run in _ranges(part, request, manifest)]
-            by_file.setdefault(part.file, []).extend(steps)
+            for run in _ranges(part, request, manifest):
+                by_file.setdefault(part.file, []).append((part.begin + run.begin, run, request))
     total = 0
     for number, steps in sorted(by_file.items()):
         record = manifest.files[number]

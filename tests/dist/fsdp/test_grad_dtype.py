@@ -102,6 +102,6 @@ def test_a_parameter_may_be_used_in_its_own_dtype() -> None:
     dist.all_reduce(mean, op=dist.ReduceOp.AVG)
     torch.testing.assert_close(model.scale.grad.full_tensor().mean(), mean, rtol=2e-2, atol=1e-2)
     with pytest.raises(
-        ConfigError, match=r"returned torch.float64 for weight; expected None, torch.bfloat16 or torch.float32"
+        ConfigError, match=r"returned torch.float64 for weight, not None, torch.bfloat16 or torch.float32"
     ):
         fully_shard(Scaled(), mp_policy=MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda _: FP64))
