@@ -59,9 +59,6 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from _plain(each)
 
 
-_Placed = tuple[torch.UntypedStorage, tuple[int, tuple[int]]]
-
-
 @dataclass(slots=True, eq=False)
 class _SleepingExtent:
     """Memory without a gap.
@@ -75,7 +72,7 @@ class _SleepingExtent:
     name: str
     start: int
     stop: int
-    storages: list[_Placed] = field(default_factory=list["_Placed"])
+    storages: list[tuple[torch.UntypedStorage, tuple[int, tuple[int]]]] = field(default_factory=list[Any])
     away: list[torch.UntypedStorage] = field(default_factory=list[torch.UntypedStorage])
 
     def bytes(self) -> torch.Tensor:
@@ -125,10 +122,7 @@ _PAGE = mmap.PAGESIZE
 _OF_THIS_PROCESS = ("/memfd:", "/dev/zero", "/dev/shm/")  # shared memory that no file outlives
 
 
-_Pages = tuple[str, torch.Tensor, int]
-
-
-def _pages_of(extents: Iterable[_SleepingExtent]) -> Iterator[_Pages]:
+def _pages_of(extents: Iterable[_SleepingExtent]) -> Iterator[tuple[str, torch.Tensor, int]]:
     """Yield pages that can leave, by the name of what is in them, with the advice of madvise(2) that takes them.
 
     The rest stays as it is: pages with something else in them, and what is mapped from a file, which the system can write back.
