@@ -172,7 +172,7 @@ class Launcher:
             if each.has_closed and each.folder.exists() and not read_proc(f"{each.pid}/stat"):
                 shutil.rmtree(each.folder, ignore_errors=True)
                 if each.is_ready and number in self._generation.members and not (self._is_over or self._has_raised):
-                    self._lose_or_end(number, "has ended before the last step")
+                    self._lose_or_end(number, each.why_ended or "has ended before the last step")
 
     # ---- what processes say ----
 
