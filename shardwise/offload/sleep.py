@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -105,12 +106,11 @@ def _memory_of(named: Iterable[tuple[str, torch.Tensor]]) -> list[_SleepingExten
         elif tensor.numel():
             raise StateError("it is asleep already: leave the block of shardwise.asleep() that it is in")
     extents, devices = _extents_of(found.values()), {storage.device for _, storage in found.values()}
-    starts = [each.start for each in extents]
     for each in gc.get_objects():  # a section, a joined tensor, a window
         if type(each) not in _PLAIN or each.layout is not torch.strided or each.device not in devices:
             continue
         if num_bytes := (storage := each.untyped_storage()).nbytes():
-            at = bisect.bisect_left(starts, storage.data_ptr() + num_bytes) - 1
+            at = bisect.bisect_left(extents, storage.data_ptr() + num_bytes, key=attrgetter("start")) - 1
             if at >= 0 and extents[at].stop > storage.data_ptr():
                 found.setdefault(torch_private.storage_id(each), (extents[at].name, storage))
     return _extents_of(found.values())
@@ -122,7 +122,10 @@ _PAGE = mmap.PAGESIZE
 _OF_THIS_PROCESS = ("/memfd:", "/dev/zero", "/dev/shm/")  # shared memory that no file outlives
 
 
-def _pages_of(extents: Iterable[_SleepingExtent]) -> Iterator[tuple[str, torch.Tensor, int]]:
+_Pages = tuple[str, torch.Tensor, int]
+
+
+def _pages_of(extents: Iterable[_SleepingExtent]) -> Iterator[_Pages]:
     """Yield pages that can leave, by the name of what is in them, with the advice of madvise(2) that takes them.
 
     The rest stays as it is: pages with something else in them, and what is mapped from a file, which the system can write back.
