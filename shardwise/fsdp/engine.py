@@ -24,7 +24,7 @@ from shardwise.fsdp.manual_finalization import ManualFinalization
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.reductions import Reductions
 from shardwise.fsdp.tables import Written
-from shardwise.fsdp.unit import COMING, HELD, SUB, Gate, StepChecks, Unit, is_in_backward
+from shardwise.fsdp.unit import COMING, HELD, SUB, StepChecks, Unit, is_in_backward
 from shardwise.fsdp.waiting_gradients import withdrawn
 from shardwise.observe import Op, listeners, logger, unit_in_words
 from shardwise.plan.schedule import StepEvent
@@ -84,7 +84,7 @@ class Engine:
         manual: state of manual backward finalization.
         is_last_backward: False delays the wait for reductions to a later backward.
         checks: checks of user programs, which listen to the events of this engine.
-        gate: compares what user code can change between passes.
+        refuse: raises when a pass begins, while parameters are away (``asleep``); else None.
         awaits_backward: a forward has built a graph since the last backward.
         post_optim_event: the event that the next step waits for instead of all earlier work; used once.
         logs: ``TORCH_LOGS=fsdp`` was on when the last forward of the root began.  divergence: None if ranks run the same units.
@@ -105,7 +105,7 @@ class Engine:
         self.post_optim_event: torch.Event | None = None
         self.logs = False
         self.checks = StepChecks()
-        self.gate = Gate(())
+        self.refuse: Callable[[], None] | None = None
         self._running: list[Unit] = []  # units through which backward runs, outermost first
         self._owners: set[Unit] = set()  # units with tied parameters that other units use
         self._plain: list[Unit] = []  # units whose parameters may stay registered while they are sharded
@@ -119,7 +119,6 @@ class Engine:
         """Run the steps of ``units`` from now on."""
         self.units = list(units)
         self.exec_order.adopt(self.units)
-        self.gate = Gate(self.units)
         self._plain = [unit for unit in self.units if unit.settings.keeps_plain]
         self._owners = {owner for unit in self.units for owner in unit.tied_units}
         for unit in self.units:
@@ -132,10 +131,6 @@ class Engine:
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
         """Return ``error`` with the position of every rank that can be reached."""
         return self.exec_order.explain(error, where)
-
-    def forget_seen(self) -> None:
-        """Compare nothing with former shards, which a unit is about to give up."""
-        self.gate.forget()
 
     # ---- forward ----
 
@@ -261,7 +256,12 @@ class Engine:
             if unit.held is HELD:
                 unit.take_writes()
         # Before the pass begins, since repacking moves shards, which peers may read from then on.
-        if self.gate.check(in_step=kind == "backward"):
+        if self.refuse is not None:
+            self.refuse()
+        is_changed = False
+        for unit in self.units:
+            is_changed |= unit.ensure_packed(kind == "backward")
+        if is_changed:
             self.checks.see_change()
         self.comm_ctx.pass_tracker.begin(kind)
         if self.divergence is not None and (kind == "backward" or self.exec_order.gathers):

@@ -34,7 +34,7 @@ OnGradient = Callable[[int], Callable[[torch.Tensor], None]]
 
 
 class Snapshot:
-    """The shards of one unit, or of several, at a time when all of them were registered and packed.
+    """The shards of a unit at a time when all of them were registered and packed.
 
     Args:
         params: the parameters.
@@ -42,6 +42,7 @@ class Snapshot:
     """
 
     def __init__(self, params: Sequence[ShardedParam], extended: Container[ShardedParam]) -> None:
+        self.counted: list[int] = []  # the version counters, as of the last check
         self._shards = shards = [param.sharded for param in params]
         rows = [(at.parameters, at.name, param.sharded) for param in params for at in param.registrations]
         *self._places, self._forms = zip(*rows, strict=True) if rows else ((), (), ())
@@ -166,18 +167,16 @@ class Tables:
 
     # ---- what user code has changed ----
 
-    @property
-    def is_as_left(self) -> bool:
-        """True if on every module either all shards or all full parameters are registered."""
-        # A swap knows nothing of parameters in place, so its ``has_full`` would not speak for the whole unit.
-        seen, swap = self.seen, None if self._memory.in_place else self.swap
-        return seen is not None and (seen.are_registered or (swap is not None and swap.has_full))
-
     def check(self, in_step: bool) -> bool:
         """Return True, with versions noted, if user code has changed nothing but values; ``in_step``: see :class:`Snapshot`."""
-        counted = self.seen.versions(in_step) if self.seen is not None and self.is_as_left else None
-        if counted is not None:
-            self.note_versions(counted)
+        # A swap knows nothing of parameters in place, so its ``has_full`` would not speak for the whole unit.
+        seen, swap = self.seen, None if self._memory.in_place else self.swap
+        if seen is None or not (seen.are_registered or (swap is not None and swap.has_full)):
+            return False
+        counted = seen.versions(in_step)
+        if counted is not None and counted != seen.counted:
+            seen.counted = counted
+            self._note_versions(counted)
         return counted is not None
 
     def see(self) -> None:
@@ -191,7 +190,7 @@ class Tables:
         if is_repacked:
             self.registered = [], [], [], []
 
-    def note_versions(self, counted: Sequence[int]) -> None:
+    def _note_versions(self, counted: Sequence[int]) -> None:
         """Take the version counters of the shards."""
         self.last_version, self._has_new_versions = 0, True
         for param, version in zip(self._params, counted, strict=True):
@@ -200,7 +199,7 @@ class Tables:
 
     def count_versions(self) -> int:
         """Return a number that changes with every write to a shard that torch counts."""
-        self.note_versions(torch_private.versions_of([param.sharded for param in self._params]))
+        self._note_versions(torch_private.versions_of([param.sharded for param in self._params]))
         return self.last_version
 
     # ---- full parameters on the modules ----

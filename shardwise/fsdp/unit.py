@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from itertools import islice, repeat
+from itertools import repeat
 from typing import Any, Literal, Protocol
 
 import torch
@@ -25,7 +25,7 @@ from shardwise.fsdp.flat_buffer import FlatBucket, ReduceLayout
 from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, are_usual, local_form
 from shardwise.fsdp.param import Registration, ShardedParam, manager_of
 from shardwise.fsdp.settings import UnitSettings
-from shardwise.fsdp.tables import Snapshot, Tables, Written
+from shardwise.fsdp.tables import Tables, Written
 from shardwise.fsdp.unit_memory import UnitMemory
 from shardwise.layout import by_size
 from shardwise.observe import Call, Op, Track, begin, emit, listeners, unit_in_words
@@ -365,16 +365,14 @@ class Unit:
         self.tables.seen = None  # until here user code may have patched extensions on shards
         self.memory.bind(comm)
 
-    def ensure_packed(self, in_step: bool = False) -> None:
-        """Detect whether user code has replaced parameters or their memory, or changed their dtype; repack if it has.
+    def ensure_packed(self, in_step: bool = False) -> bool:
+        """Return True, with the unit repacked, if user code has replaced parameters or their memory, or changed their dtype.
 
         ``in_step``: a forward has checked already, and its backward begins.
         """
         if self.tables.check(in_step):
-            return
+            return False
         # Only here does anything loop over parameters in Python; a warm step ends above.
-        if (callbacks := self.engine_side.callbacks_ref()) is not None:
-            callbacks.forget_seen()  # snapshots hold former shards
         is_first = self.memory.is_new
         self.tables.forget()
         self.reduction.gradient_dtypes = None
@@ -394,6 +392,7 @@ class Unit:
                     found.setdefault(full_dtype, set()).add(self.memory.reduce_dtype(param))
             self.reduction.dtypes = {full: wanted.pop() for full, wanted in found.items() if len(wanted) == 1}
         self.tables.see()
+        return True
 
     def adopt_registered(self) -> None:
         """Adopt what is registered on the modules as the shards; parameters that user code put there count as a packing."""
@@ -791,47 +790,3 @@ def _gradient_hook(this: weakref.ref[Unit], ordinal: int) -> Callable[[torch.Ten
 def is_in_backward() -> bool:
     """True while autograd runs a backward on this thread."""
     return torch_private.graph_task_id() != -1
-
-
-# ---- The check at the begin of a pass.
-
-
-_IS_AS_LEFT = operator.attrgetter("tables.is_as_left")
-
-
-class Gate:
-    """Compares, when a pass begins, what user code can change between passes: for all units of an engine at once."""
-
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._units = [unit for unit in units if unit.params]
-        self._parts: list[Snapshot | None] = []
-        self._joined: Snapshot | None = None
-        self._counted: list[int] = []
-
-    def forget(self) -> None:
-        """Compare nothing with what was seen: that holds shards which user code has replaced."""
-        self._parts, self._joined = [], None
-
-    def check(self, in_step: bool) -> bool:
-        """Note which shards were written to.  If anything else has changed, repack it and return True.
-
-        ``in_step``: a forward has checked already, and its backward begins.
-        """
-        units, joined, counted = self._units, self._joined, None
-        is_known = joined is not None and [unit.tables.seen for unit in units] == self._parts
-        if joined is not None and is_known and (joined.are_registered or all(map(_IS_AS_LEFT, units))):
-            counted = joined.versions(in_step)
-        if counted is None:
-            joined = None
-            for unit in units:
-                unit.ensure_packed(in_step)
-            self._parts, self._counted, self._joined = [unit.tables.seen for unit in units], [], None
-            if units and None not in self._parts:
-                extended = {param for unit in units for param in unit.memory.extended.params}
-                self._joined = Snapshot([param for unit in units for param in unit.params], extended)
-            return True
-        if counted != self._counted:
-            self._counted, rest = counted, iter(counted)
-            for unit in units:
-                unit.tables.note_versions([*islice(rest, len(unit.params))])
-        return False

@@ -31,7 +31,7 @@ from shardwise.errors import ArgumentTypeError, ConfigError, ShardwiseError, Sta
 from shardwise.formatting import format_bytes
 from shardwise.fsdp.attachment import units_in
 from shardwise.fsdp.engine import engine_of
-from shardwise.fsdp.unit import HELD, Gate
+from shardwise.fsdp.unit import HELD
 from shardwise.fsdp.waiting_gradients import withdrawn
 from shardwise.layout import align
 from shardwise.offload.disk import StateFile, buffer_of
@@ -351,9 +351,8 @@ class _Sleeper:
             for hook in hooks:
                 stack.callback(hook.remove)
             for engine in self._engines:  # what every forward and backward begins with
-                stack.callback(setattr, engine, "gate", engine.gate)
-                engine.gate = Gate(())
-                engine.gate.check = _refusal("a forward or backward began")
+                stack.callback(setattr, engine, "refuse", None)
+                engine.refuse = _refusal("a forward or backward began")
             yield
 
 
