@@ -228,14 +228,6 @@ class Bucket:
             shard.section_numel for shard in self.shards
         )
 
-    @property
-    def padding_ratio(self) -> float:
-        """Elements that an all-gather moves, divided by the elements of the tensors (1.0: no padding)."""
-        true_numel = sum(shard.numel for shard in self.shards)
-        if not self.shards or not true_numel:
-            return 1.0
-        return self.section_numel * self.shards[0].num_shards / true_numel
-
     @cached_property
     def num_even(self) -> int:
         """Number of leading sections that consist of dim-0 rows of all tensors, equally many each, without gaps; or 0.

@@ -51,7 +51,8 @@ class Attachment:
 
     Attributes:
         unit: the unit; those beside it belong to the module, too.
-        engine: the engine of a root; None until the first forward, and for other modules.
+        engine: the engine of a root, from its first forward on; before that, of a module that user code unshards or evaluates
+            by itself.  Else None.
         is_root: None until the first forward of the root, which sets it for all units below.
         forward_methods: names of methods that are treated like ``forward``.
         ignored: the registrations of ignored parameters: a module's dict of parameters, and a name.

@@ -77,7 +77,7 @@ class Engine:
             handled at that time, which tells a forward that raised from one that runs inside an ``except`` block.  An
             interrupt (BaseException) skips torch's always-called hooks, so its forwards stay until ``reset_iter_state()``,
             without which an optimizer step raises.
-        end: weak reference to the callback of the running backward; None if none runs.
+        end: weak reference to the callback of the running backward; None if none runs.  Dead: the backward has raised.
         makes_graph: the running backward runs with ``create_graph=True``.
         reductions: launched and unsynced gradients.
         hooked: whether parameters of the last commit have post-accumulate-grad hooks of users, and the exception of a hook.
@@ -154,6 +154,7 @@ class Engine:
             use.awaited = {id(module)} if unit.has_one_module else {id(each) for each in unit.modules}
         for member in (unit, *unit.others):  # until its end no other forward reshards what this one uses
             member.forward.holders += 1
+        for member in (unit, *unit.others):
             member.wait(number)
             if torch_private.saved_tensor_hooks(True) is not None:
                 member.forward.num_aliases = member.count_aliases()
@@ -201,6 +202,13 @@ class Engine:
             self._end_forward(unit)
         return True
 
+    def drop_forward(self, unit: Unit) -> None:
+        """Clean up after a hook of a forward of ``unit`` has raised; forwards around it learn of that from torch."""
+        if self.forwards and self.forwards[-1][0] is unit:
+            self.forwards.pop()
+        if not self.forwards:
+            self.reset()
+
     @property
     def is_in_step(self) -> bool:
         """True in a forward or backward of these units: other ranks may be reading the shards then."""
@@ -241,7 +249,11 @@ class Engine:
             track = self.exec_order.track
             track.num_forwards, track.running = track.num_forwards + 1, "forward"
         self.exec_order.begin(is_aside)
-        self.enter_pass("forward")
+        try:
+            self.enter_pass("forward")
+        except BaseException:
+            self.reset()
+            raise
         event, self.post_optim_event = self.post_optim_event, None
         # The optimizer has written shards on the current stream; gathers run on another, and must come after it.
         streams = self.comm_ctx.streams
@@ -425,6 +437,7 @@ class Engine:
             return
         if gradients or unit.earlier.held or self.reductions.open_launch is not None:
             self.exec_order.record(unit, StepEvent.POST_BACKWARD)
+            # Where ranks may take different ways, ``Divergence`` launches what other ranks need first, then this.
             (self.divergence or self.reductions).launch(unit, gradients)
         else:
             self.exec_order.record(unit, StepEvent.RELEASE_IN_BACKWARD)
@@ -549,7 +562,7 @@ class Engine:
         self.reductions.show_waiting(self.units)
 
     def abort_backward(self) -> None:
-        """Clean up after a backward that raised: drop its gradients, its reductions and its full parameters."""
+        """Clean up after a backward that raised: drop its gradients and reductions, and reshard what no forward uses."""
         self.end = None  # first, so that the destructor of the callback does not clean up a second time
         self.manual.abort_backward()
         self.comm_ctx.pass_tracker.abort()
@@ -561,6 +574,8 @@ class Engine:
                 if param.full is not None:
                     param.full.grad = None
             unit.backward.leave()
+            if unit.held is COMING:  # its gather has ended with the pass
+                unit.discard()
         self.unstash_gradients()
         if not self.forwards:
             self.reset()

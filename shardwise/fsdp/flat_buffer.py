@@ -23,11 +23,6 @@ from shardwise.fsdp.precision import CPUOffloadPolicy, OffloadPolicy
 from shardwise.layout import Bucket, Move, align, build_bucket, row_major
 
 
-def view_of(flat: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
-    """Return a strided window of the 1-D tensor ``flat``."""
-    return flat.as_strided(shape, stride, flat.storage_offset() + offset)
-
-
 def _place_of(shard: torch.Tensor) -> int:
     """Return the address of ``shard``; the identity of its storage if it is empty: all ranks find the same replaced."""
     return shard.data_ptr() if shard.numel() else torch_private.storage_id(shard)
@@ -56,7 +51,8 @@ class FlatBucket:
         local: 1-D, ``layout.section_numel`` elements: this rank's section.
         place: the location of ``local`` for other processes of this host; None if it is private.
         travels: full parameters are gathered copies; False: they are the shards themselves.
-        number: the number of this section among those that the ranks of a host read from each other.
+        number: of this section among those that the ranks of a host read from each other; the link of the host sets it, and
+            None says that sizes may have changed.
     """
 
     def __init__(
@@ -268,7 +264,7 @@ _BYTE_ALIGNMENT = 16  # of each bucket in a section that several dtypes share
 
 def full_window(flat: torch.Tensor, move: Move, base: int) -> torch.Tensor:
     """Return the side of ``move`` that is in a full tensor, which starts at element ``base``."""
-    return view_of(flat, move.shape, move.full_stride, base + move.full_offset)
+    return flat.as_strided(move.shape, move.full_stride, flat.storage_offset() + base + move.full_offset)
 
 
 def packed_window(flat: torch.Tensor, move: Move) -> torch.Tensor:
@@ -323,11 +319,6 @@ class GatherLayout:
         # the cost.
         is_split = len(buckets) == 1 and storage.device.type != "cpu"
         self.num_even = buckets[0].layout.num_even if is_split else 0
-        # The only section is sent as it is.
-        # Casts and copies from the host need another tensor; all other sections are what the collective reads.
-        self._is_sent = (
-            len(buckets) == 1 and not storage.is_offloaded and buckets[0].local.dtype is buckets[0].full_dtype
-        )
 
     @functools.cached_property  # not when parameters are sharded: many modules are never run
     def moves(self) -> list[list[tuple[int, Move]]]:
@@ -357,8 +348,8 @@ class GatherLayout:
 
     def section(self) -> torch.Tensor:
         """Return this rank's section in the dtype of the all-gather, on the device; no copy if the shards are so already."""
-        if self._is_sent or len(self.buckets) == 1:
-            return self.buckets[0].local if self._is_sent else self.section_of(self.buckets[0])
+        if len(self.buckets) == 1:
+            return self.section_of(self.buckets[0])
         section = torch.empty(self._section_bytes, dtype=torch.uint8, device=self._storage.device)
         for bucket, start in zip(self.buckets, self._starts, strict=True):
             numel = bucket.layout.section_numel
@@ -368,7 +359,7 @@ class GatherLayout:
         return section
 
     def section_of(self, bucket: FlatBucket | SubBucket) -> torch.Tensor:
-        """Return this rank's section of one bucket in the dtype of the all-gather, on the device."""
+        """Return this rank's section of one bucket in the dtype of the all-gather, on the device; a copy only if it must be."""
         if bucket.local.dtype is bucket.full_dtype and not self._storage.is_offloaded:
             return bucket.local
         return self._storage.on.fetch(bucket.local, bucket.full_dtype)

@@ -35,14 +35,13 @@ class FullBuffer:
 
     Attributes:
         aliases_shards: the full parameters are the shards themselves.
-        has_memory: the memory is allocated.
         address: of the memory.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, aliases_shards: bool = False) -> None:
         """Make a buffer without memory; ``aliases_shards``: it needs none, since the full parameters are the shards."""
         self._pooled: PooledBuffer | None = None
-        self.aliases_shards = self.has_memory = aliases_shards
+        self.aliases_shards = aliases_shards
         self._storage = ReportedStorage(0, device=device)
         # Without this, a kernel that reads the storage while it has no memory crashes the process.
         if not aliases_shards:
@@ -56,7 +55,6 @@ class FullBuffer:
         # The bytes change places under the storage object, which views, graphs and parameters keep.
         if self._pooled is None:
             self._pooled = pool.acquire(self.num_bytes) if gathered is None else gathered
-            self.has_memory = True
             torch_private.swap_storage(self._storage, self._pooled.storage)
             self.address = torch.UntypedStorage.data_ptr(self._storage)  # without a call of Python
             # Outside of inference mode: the first gather may be that of an evaluation, and training needs this tensor later.
@@ -69,7 +67,7 @@ class FullBuffer:
 
     def take_over(self, gathered: PooledBuffer) -> bool:
         """Use the memory of ``gathered``; return False if there is memory already, which must stay where it is."""
-        if self.has_memory or gathered.pool is None:
+        if self._pooled is not None or gathered.pool is None:
             return False
         self.hold(gathered.pool, gathered)
         return True
@@ -79,7 +77,6 @@ class FullBuffer:
         pooled, self._pooled = self._pooled, None
         if pooled is None:
             return
-        self.has_memory = self.aliases_shards
         # The storage of the full parameters is empty again, and refuses reads; the memory is back under the pool's own storage.
         torch_private.swap_storage(self._storage, pooled.storage)
         pooled.release()

@@ -388,14 +388,14 @@ def _aligned(gradient: torch.Tensor, alignment: int) -> torch.Tensor:
 def launch_reductions(launch: Launch, gradients: Gradients) -> list[Reduction]:
     """Launch the reductions of ``gradients`` of a unit, and remove them: one per dtype, the same on every rank."""
     unit, launched = launch.unit, list[Reduction]()
-    num_ranks, policy = unit.settings.axes.num_shards * unit.settings.axes.num_replicas, unit.policy
     for dtype, params in by_reduce_dtype(unit, gradients, [*map(_DTYPE, gradients.values())]):
-        scale = scale_of(num_ranks, dtype, policy.divide_factor, policy.sum_only)
-        launched.append(Reduction(launch, dtype, scale, params, [*map(gradients.pop, params)]))
-        if launched[-1].has_elements and unit.memory.is_collective:
-            launched[-1].scatter()
+        each = Reduction(launch, dtype, _scale_of(unit, dtype), params, [*map(gradients.pop, params)])
+        launch.reductions.append(each)  # at once: should the next one raise, this one is cancelled
+        launched.append(each)
+        if each.has_elements and unit.memory.is_collective:
+            each.scatter()
         else:
-            launched[-1].reduce_here()
+            each.reduce_here()
     return launched
 
 
@@ -425,8 +425,7 @@ def by_reduce_dtype(
 
 
 def _scale_of(unit: Unit, dtype: torch.dtype) -> Scale:
-    axes, policy = unit.settings.axes, unit.policy
-    return scale_of(axes.num_shards * axes.num_replicas, dtype, policy.divide_factor, policy.sum_only)
+    return scale_of(unit.settings.num_ranks, dtype, unit.policy.divide_factor, unit.policy.sum_only)
 
 
 @functools.lru_cache(maxsize=64)  # the same object in every step, since communicators cache by it
@@ -478,7 +477,8 @@ def launch_large(launch: Launch, gradients: Gradients) -> list[Reduction]:
     for param in unit.reduction.by_size:
         if (gradient := gradients.get(param)) is not None and _is_large(unit, param, gradient.dtype):
             del gradients[param]
-            scale = _scale_of(unit, gradient.dtype)
-            launched.append(Reduction(launch, gradient.dtype, scale, [param], [gradient]))
-            launched[-1].reduce_here(param not in launch.held and is_own(gradient))
+            each = Reduction(launch, gradient.dtype, _scale_of(unit, gradient.dtype), [param], [gradient])
+            launch.reductions.append(each)
+            launched.append(each)
+            each.reduce_here(param not in launch.held and is_own(gradient))
     return launched

@@ -155,8 +155,9 @@ class Hooks:
         dtype = precision.param_dtype if precision.cast_forward_inputs else None
         if not (dtype is device is None):
             conversion = Conversion(dtype, device)
-            args, kwargs = conversion.arguments(args, kwargs)
         self._running.append((conversion, ([], {}, sys.maxsize)))  # ``after_forward`` runs also if this raises
+        if conversion is not None:
+            args, kwargs = conversion.arguments(args, kwargs)
         if engine.logs or innermost_transform() is not None or is_profiling():
             with _range("pre_forward", unit.name, engine.logs):
                 engine.before_forward(unit, module)
@@ -164,7 +165,8 @@ class Hooks:
             engine.before_forward(unit, module)
         if not torch.is_grad_enabled():
             return args, kwargs
-        # Autograd leaves the unit last where it leaves the module whose forward came first; a checkpoint recomputes that last.
+        # Backward leaves last the module whose forward came first, and with it the unit.  A checkpoint of each module by
+        # itself recomputes that one last.
         use = unit.forward
         if use.begun_by == id(module) and (use.holders == 1 or is_in_backward()):
             if innermost_transform() is None:
@@ -178,6 +180,7 @@ class Hooks:
         thread = get_ident()
         for index, each in enumerate(args):
             # A leaf's gradient is accumulated as soon as it is there, whatever else is left of the graph; a view's is not.
+            # Leaves elsewhere (keywords, containers) get none: a unit that has only those ends with the whole backward.
             if (
                 type(each) is torch.Tensor
                 and each.requires_grad
@@ -194,24 +197,30 @@ class Hooks:
     @dynamo_disabled
     def after_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
         """Forward hook: reshard, hook the outputs for backward, cast the output.  It runs also if forward has raised."""
-        unit, returned = self._unit, output
+        unit = self._unit
         engine = unit.engine_side.callbacks_ref()
         conversion, begun = self._running.pop() if self._running else _NOTHING
         put_in = tensors_in(begun[0]) if begun[0] else []
-        if conversion is not None:
-            conversion.take_back()
         ends: list[torch.Tensor] = []
-        if builds_graph := torch.is_grad_enabled():
-            ends, is_unseen = self._graph.ends(module, begun, returned, put_in)
-            for member in (unit, *unit.beside):
-                member.backward.is_unseen = is_unseen
-        if engine is None:
-            return output
-        if engine.logs or innermost_transform() is not None or is_profiling():
-            with _range("post_forward", unit.name, engine.logs):
+        builds_graph = torch.is_grad_enabled()
+        try:
+            if conversion is not None:
+                conversion.take_back()
+            if builds_graph:
+                ends, is_unseen = self._graph.ends(module, begun, output, put_in)
+                for member in (unit, *unit.beside):
+                    member.backward.is_unseen = is_unseen
+            if engine is None:
+                return output
+            if engine.logs or innermost_transform() is not None or is_profiling():
+                with _range("post_forward", unit.name, engine.logs):
+                    has_output = engine.after_forward(unit, module)
+            else:
                 has_output = engine.after_forward(unit, module)
-        else:
-            has_output = engine.after_forward(unit, module)
+        except BaseException:
+            if engine is not None:
+                engine.drop_forward(unit)
+            raise
         if not has_output:
             return output
         if builds_graph:
@@ -251,7 +260,7 @@ class Hooks:
 
     @dynamo_disabled
     def reach(self, place: Place, _: object) -> None:
-        """Post-backward hook, at the first gradient of an input; ``place``: of the node that has made the input."""
+        """Post-backward hook, at the gradient of each input; ``place``: of the node that has made the input."""
         engine = self._unit.engine_side.callbacks_ref()
         if engine is not None:
             engine.reach(place)
@@ -293,8 +302,8 @@ def wrap_forward_method(module: nn.Module, attachment: Attachment, name: str) ->
     def forward_method(*args: Any, **kwargs: Any) -> Any:
         owner = module_ref()
         assert owner is not None
-        args, kwargs = hooks.before_forward(owner, args, kwargs)
         try:
+            args, kwargs = hooks.before_forward(owner, args, kwargs)
             output = original(*args, **kwargs)
         except Exception:
             hooks.after_forward(owner, args, None)

@@ -475,12 +475,19 @@ class FSDPModule(_Base):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks; on any backend.
 
-        Raises: ConfigError if it is 0 or NaN.
+        Raises: ConfigError if it is 0 or NaN; StateError while sums over shards, which were divided otherwise, wait.
         """
         if not abs(factor) > 0:
             raise ConfigError(
                 f"set_gradient_divide_factor: the factor is {factor!r}; gradients cannot be divided by it"
             )
+        for unit in self._units(False) if factor != self._unit().policy.divide_factor else ():
+            for param in unit.earlier.partial:
+                if param.sharded.grad is unit.earlier.waiting.get(param):  # else user code has cleared them
+                    raise StateError(
+                        f"set_gradient_divide_factor between backwards of one step: gradients of {param.fqn} that were divided "
+                        "otherwise wait for their all-reduce (set_requires_all_reduce). Set it before the step, or after it"
+                    )
         self._replace_policies(False, divide_factor=float(factor))
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor  # torch's older name

@@ -116,13 +116,15 @@ class Reductions:
         is_large = not launch.unit.memory.is_collective and self._is_all_reduced(launch.unit)
         for way in (launch_large, launch_reductions) if is_large else (launch_reductions,):
             try:
-                launched = way(launch, gradients)
+                self._in_flight += way(launch, gradients)
             except RuntimeError as error:
-                if not concerns_others(error):
-                    raise
-                raise self._exec_order.explain(error, f"gradients of unit '{launch.unit.name}'") from error
-            launch.reductions += launched
-            self._in_flight += launched
+                self._explain(error, launch.unit)
+                raise
+
+    def _explain(self, error: RuntimeError, unit: Unit) -> None:
+        """Raise from ``error`` one that says where the ranks are, unless it is of this rank alone."""
+        if concerns_others(error):
+            raise self._exec_order.explain(error, f"gradients of unit '{unit.name}'") from error
 
     # ---- buckets of a unit that is alone: they are launched while its backward still runs ----
 
@@ -193,7 +195,8 @@ class Reductions:
             else:
                 reduction.advance()
         except RuntimeError as error:
-            raise self._exec_order.explain(error, f"gradients of unit '{name}'") from error
+            self._explain(error, reduction.unit)
+            raise
         if early_readers and reduction.is_over and not self._comm_ctx.streams.are_concurrent:
             reduction.show()
         if listeners:

@@ -180,8 +180,8 @@ class Unit:
     (``shard_placement_fn``) make another unit, :attr:`beside` this one.
 
     ``registered`` and ``held`` say what there is; each transition is one method: :meth:`unshard` only launches the all-gather,
-    so that it overlaps the computation of other units; :meth:`wait` ends it and registers the full parameters; :meth:`reshard`
-    frees them.
+    so that it overlaps the computation of other units (not within a host, where waiting copies); :meth:`wait` ends it and
+    registers the full parameters; :meth:`reshard` frees them.
 
     Attributes:
         settings: what the user has asked for.  policy: the part that planning compares, replaced as a whole by setters.
@@ -288,9 +288,7 @@ class Unit:
     def gather_staging(self) -> tuple[int, bool]:
         """Bytes that a launched all-gather allocates, and whether they include the full parameters."""
         shards, comm = self.memory.shards, None if self.memory.bound_comm is None else self.memory.bound_comm.shards
-        if shards is None or not self.memory.is_collective:
-            return 0, False
-        if self.memory.link is not None:
+        if shards is None or not self.memory.is_collective or self.memory.link is not None:
             return 0, False
         # The buffer of a collective becomes the full parameter: one tensor, as it is, in a pooled buffer.
         is_pooled = comm is not None and comm.gathers_to_pool and not self.policy.keeps_full_memory
@@ -348,9 +346,11 @@ class Unit:
         """Tell listeners that the unit has done ``op``; call it only if there are any."""
         emit(self.track.name, Call(op, self.name, num_bytes, in_place))
 
-    def _explained(self, error: RuntimeError) -> RuntimeError:
-        callbacks = self.engine_side.callbacks_ref()
-        return error if callbacks is None else callbacks.explain(error, f"all-gather of {unit_in_words(self.name)}")
+    def _explain(self, error: RuntimeError) -> None:
+        """Raise from ``error`` one that says where the ranks are, unless it is of this rank alone."""
+        engine = self.engine_side.callbacks_ref()
+        if engine is not None and concerns_others(error):
+            raise engine.explain(error, f"all-gather of {unit_in_words(self.name)}") from error
 
     # ---- what user code has changed between passes ----
 
@@ -443,7 +443,8 @@ class Unit:
         if pass_number is None and not from_sub:
             self.ensure_packed()
         if pass_number is None or memory.is_written or not was_idle:
-            memory.comm.streams.gather.wait_current()  # the current stream may have just written to the shards
+            # The current stream may have just written to the shards, or to those on the smaller mesh.
+            memory.comm.streams.gather.wait_current()
             memory.is_written = False
         if is_sub:
             self._check_sub()
@@ -460,9 +461,8 @@ class Unit:
         try:
             self.handle = memory.gather_from_sub() if from_sub else memory.gather()
         except RuntimeError as error:
-            if not concerns_others(error):
-                raise
-            raise self._explained(error) from error
+            self._explain(error)
+            raise
         self.held, self.fresh_as_of = COMING, (version, pass_number)
         if listeners:
             self.emit(Op.UNSHARD, *self.gather_staging)
@@ -475,8 +475,8 @@ class Unit:
 
     def wait(self, pass_number: int | None = None) -> None:
         """Wait for the all-gather, launching it if it is not in flight, and register the full parameters."""
-        is_gathered = not (self.held is HELD and self._is_from_now(pass_number))
-        if not is_gathered:
+        needs_gather = not (self.held is HELD and self._is_from_now(pass_number))
+        if not needs_gather:
             self._serve_others(pass_number)
             if self.registered is FULL and (pass_number is None or pass_number == self.fresh_as_of[1]):
                 return
@@ -492,18 +492,19 @@ class Unit:
                 try:
                     self.handle.wait()
                 except RuntimeError as error:
-                    raise self._explained(error) from error
+                    self._explain(error)
+                    raise
                 self.handle = None
         # After the wait, so that user code that runs while the gather is in flight never finds a parameter without values.
         self.tables.register_full()
         if self.memory.sub is not None:
             self.memory.drop_sub()
         self.registered, self.held = FULL, HELD
-        if not is_gathered:
+        if not needs_gather:
             self.fresh_as_of = self.fresh_as_of[0], pass_number
         if pass_number is None:
             self.listen()
-        if is_gathered and listeners:
+        if needs_gather and listeners:
             self.emit(Op.WAIT, self.full_bytes)
 
     def wait_with_tied(self, pass_number: int | None) -> None:
@@ -562,9 +563,7 @@ class Unit:
 
     def abandon(self) -> None:
         """Reset the unit after a failure: sharded, in no forward and no backward; an all-gather in flight is cancelled."""
-        self.forward.holders, self.forward.awaited = 0, set()
-        self.backward.leave()
-        self.reshards_late = False
+        self.forward, self.backward, self.reshards_late = UnitForward(), UnitBackward(), False
         self.discard()
 
     # ---- the end of a forward ----
@@ -583,7 +582,7 @@ class Unit:
         for member in (self, *self.others):
             member.forward.holders -= 1
             if not member.forward.holders:
-                member.reshard()
+                member.reshard(in_pass=True)  # a caller may catch the exception, and its forward goes on
 
     def reshard_after_forward(self) -> None:
         """Apply ``policy.reshard_after_forward``, unless something reads the full parameters before backward does."""
@@ -706,9 +705,9 @@ class Unit:
     # ---- gradients ----
 
     def listen(self) -> None:
-        """Hook the gradients of the full parameters, for whose sake alone a backward may begin, or a bucket be complete.
+        """Hook the gradients of the full parameters, where a backward may begin without an output of the unit, or with buckets.
 
-        Those of other units need no hook: they are freed after forward, so a backward reaches an output of the unit first.
+        So it is with parameters that stay full or plain.  Others are freed after forward: a backward reaches an output first.
         """
         self.tables.listen(partial(_gradient_hook, weakref.ref(self)))
 
