@@ -347,9 +347,7 @@ class GatherLayout:
         return [(base, move) for base, each in zip(layout.full_offsets, moves, strict=True) for move in each]
 
     def section(self) -> torch.Tensor:
-        """Return this rank's section in the dtype of the all-gather, on the device; no copy if the shards are so already."""
-        if len(self.buckets) == 1:
-            return self.section_of(self.buckets[0])
+        """Return this rank's sections one after another, as bytes, each in the dtype of the all-gather, on the device."""
         section = torch.empty(self._section_bytes, dtype=torch.uint8, device=self._storage.device)
         for bucket, start in zip(self.buckets, self._starts, strict=True):
             numel = bucket.layout.section_numel
@@ -359,7 +357,7 @@ class GatherLayout:
         return section
 
     def section_of(self, bucket: FlatBucket | SubBucket) -> torch.Tensor:
-        """Return this rank's section of one bucket in the dtype of the all-gather, on the device; a copy only if it must be."""
+        """Return this rank's section of ``bucket`` in the dtype of the all-gather, on the device; a copy only if it must be."""
         if bucket.local.dtype is bucket.full_dtype and not self._storage.is_offloaded:
             return bucket.local
         return self._storage.on.fetch(bucket.local, bucket.full_dtype)
@@ -412,7 +410,8 @@ class Delivery:
     ) -> None:
         self.shards, self.fulls, self.pool = shards, fulls, pool
         self._ends = [ShardEnds(shards, number, full, pool) for number, full in enumerate(fulls) if has_parts]
-        self.shard = shards.section
+        is_one = len(shards.buckets) == 1
+        self.shard = functools.partial(shards.section_of, shards.buckets[0]) if is_one else shards.section
         self.take_over = fulls[0].take_over if shards.are_full(fulls) else None
         self._full_windows: list[torch.Tensor] | None = None
         self._packed_windows = BufferWindows()

@@ -425,7 +425,8 @@ def by_reduce_dtype(
 
 
 def _scale_of(unit: Unit, dtype: torch.dtype) -> Scale:
-    return scale_of(unit.settings.num_ranks, dtype, unit.policy.divide_factor, unit.policy.sum_only)
+    axes, policy = unit.settings.axes, unit.policy
+    return scale_of(axes.num_shards * axes.num_replicas, dtype, policy.divide_factor, policy.sum_only)
 
 
 @functools.lru_cache(maxsize=64)  # the same object in every step, since communicators cache by it
