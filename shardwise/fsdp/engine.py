@@ -122,7 +122,7 @@ class Engine:
         self._plain = [unit for unit in self.units if unit.settings.keeps_plain]
         self._owners = {owner for unit in self.units for owner in unit.tied_units}
         for unit in self.units:
-            unit.engine_side.callbacks_ref = unit.engine_side.heard_by = weakref.ref(self)
+            unit.engine_side.engine_ref = unit.engine_side.engine_for_gradient = weakref.ref(self)
             if len(self.units) == 1:
                 unit.listen()  # its gradients are reduced in buckets as they come
 
@@ -705,5 +705,5 @@ class Engine:
 
 def engine_of(unit: Unit) -> Engine | None:
     """Return the engine that runs the steps of ``unit``; None before there is one."""
-    callbacks = unit.engine_side.callbacks_ref()
-    return callbacks if isinstance(callbacks, Engine) else None
+    engine = unit.engine_side.engine_ref()
+    return engine if isinstance(engine, Engine) else None

@@ -96,7 +96,7 @@ class Hooks:
             return None if attachment is None else live_engine(attachment)
 
         for member in (unit, *unit.beside) if unit.settings.keeps_plain else ():
-            member.engine_side.heard_by = engine_for_first_gradient
+            member.engine_side.engine_for_gradient = engine_for_first_gradient
             member.listen()
 
     def reshard_for_state_dict(self, module: nn.Module) -> None:
@@ -135,7 +135,7 @@ class Hooks:
         """
         attachment, unit = self._attachment, self._unit
         # Before the first forward a unit may have a provisional engine (``unshard``), which ``live_engine`` replaces.
-        engine = None if attachment.is_root is None else unit.engine_side.callbacks_ref()
+        engine = None if attachment.is_root is None else unit.engine_side.engine_ref()
         if attachment.is_root is not False:
             refuse_forked()  # the root, or a module that may become it: inner ones run inside of its forward
         if attachment.asked_sync is not None and torch.is_grad_enabled() and not is_in_backward():
@@ -198,7 +198,7 @@ class Hooks:
     def after_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
         """Forward hook: reshard, hook the outputs for backward, cast the output.  It runs also if forward has raised."""
         unit = self._unit
-        engine = unit.engine_side.callbacks_ref()
+        engine = unit.engine_side.engine_ref()
         conversion, begun = self._running.pop() if self._running else _NOTHING
         put_in = tensors_in(begun[0]) if begun[0] else []
         ends: list[torch.Tensor] = []
@@ -248,7 +248,7 @@ class Hooks:
             num_packs, begun_at: of the unit, at the output's forward.
             place: of the node that has made the output.
         """
-        engine = self._unit.engine_side.callbacks_ref()
+        engine = self._unit.engine_side.engine_ref()
         if engine is not None:
             if engine.logs or innermost_transform() is not None or is_profiling():
                 with _range("pre_backward", self._unit.name, engine.logs):
@@ -261,7 +261,7 @@ class Hooks:
     @dynamo_disabled
     def reach(self, place: Place, _: object) -> None:
         """Post-backward hook, at the gradient of each input; ``place``: of the node that has made the input."""
-        engine = self._unit.engine_side.callbacks_ref()
+        engine = self._unit.engine_side.engine_ref()
         if engine is not None:
             engine.reach(place)
 

@@ -245,7 +245,7 @@ def _become_root(attachment: Attachment, may_be_alone: bool) -> Engine:
     for unit in attachment.units if attachment.unit.settings.keeps_for_backward else ():
         unit.policy = replace(unit.policy, reshard_after_forward=False)
     is_alone = may_be_alone and not any(unit.memory.is_collective for unit in units)
-    for_gradients = [unit.engine_side.heard_by for unit in units]
+    for_gradients = [unit.engine_side.engine_for_gradient for unit in units]
     engine = new_engine(units, is_alone)
     for make in check_makers:
         engine.checks = make(root, attachments, engine)
@@ -258,8 +258,8 @@ def _become_root(attachment: Attachment, may_be_alone: bool) -> Engine:
             engine.manual.is_on |= inner.engine.manual.is_on
             engine.post_optim_event = engine.post_optim_event or inner.engine.post_optim_event
     if is_alone:
-        for unit, callbacks in zip(units, for_gradients, strict=True):
-            unit.engine_side.heard_by = callbacks  # a gradient may come before the first forward of the root
+        for unit, engine_ref in zip(units, for_gradients, strict=True):
+            unit.engine_side.engine_for_gradient = engine_ref  # a gradient may come before the first forward of the root
         attachment.engine = engine
         return engine
     for inner in attachments:

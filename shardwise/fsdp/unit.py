@@ -117,15 +117,15 @@ class EngineSide:
     """What the engine of a unit has told it.
 
     Attributes:
-        callbacks_ref: returns the engine (``engine.py``, which imports this file); None before there is one.
-        heard_by: returns the engine for a gradient; for plain parameters it makes one before the first forward.
+        engine_ref: returns the engine (``engine.py``, which imports this file); None before there is one.
+        engine_for_gradient: returns the engine for a gradient; for plain parameters it makes one before the first forward.
         checks: those of the engine.
         diverges: ranks may take different ways.
         schedule: set if ranks may take different ways and a gather of this unit needs all of them; else None.
     """
 
-    callbacks_ref: Callable[[], Any] = _no_engine
-    heard_by: Callable[[], Any] = _no_engine
+    engine_ref: Callable[[], Any] = _no_engine
+    engine_for_gradient: Callable[[], Any] = _no_engine
     checks: StepChecks = field(default_factory=StepChecks)
     diverges: bool = False
     schedule: SharedSchedule | None = None
@@ -348,7 +348,7 @@ class Unit:
 
     def _explain(self, error: RuntimeError) -> None:
         """Raise from ``error`` one that says where the ranks are, unless it is of this rank alone."""
-        engine = self.engine_side.callbacks_ref()
+        engine = self.engine_side.engine_ref()
         if engine is not None and concerns_others(error):
             raise engine.explain(error, f"all-gather of {unit_in_words(self.name)}") from error
 
@@ -409,7 +409,7 @@ class Unit:
             owner = manager_of(at.parameters.get(at.name))
             if owner is None or owner is param or owner.unit() is None:
                 continue
-            if self.engine_side.callbacks_ref() is not None:
+            if self.engine_side.engine_ref() is not None:
                 raise StateError(
                     f"{param.fqn} was tied to {owner.fqn} after the first forward, or after unshard(): tie parameters before"
                 )
@@ -779,9 +779,9 @@ def _gradient_hook(this: weakref.ref[Unit], ordinal: int) -> Callable[[torch.Ten
         backward.arrived.add(ordinal)
         # Most gradients end here: the engine knows of this backward, and no bucket is complete.
         if not backward.is_running or (backward.buckets is not None and backward.buckets.is_ready()):
-            callbacks = unit.engine_side.heard_by()
-            if callbacks is not None:
-                callbacks.gradient_arrived(unit, ordinal)
+            engine = unit.engine_side.engine_for_gradient()
+            if engine is not None:
+                engine.gradient_arrived(unit, ordinal)
 
     return on_accumulated
 
