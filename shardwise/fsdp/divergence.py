@@ -36,6 +36,7 @@ from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.waiting_gradients import waits_for_sync
 from shardwise.observe import Op, listeners
+from shardwise.plan.schedule import forward_of
 
 # ---- Serving other ranks.
 
@@ -167,7 +168,7 @@ class Divergence:
             for unit in self._units:
                 is_read = unit.memory.is_read_by_peers(links)  # without help of this rank
                 unit.engine_side.schedule = None if is_read else weakref.proxy(self)
-        units, begin = {unit.name: unit for unit in self._units}, plan.starts[len(plan.order.forward)]
+        units, begin = {unit.name: unit for unit in self._units}, plan.starts[len(forward_of(plan.order))]
         self.gathers, self.cursor = [], 0
         for call in plan.calls[:begin] if kind == "forward" else plan.calls[begin:]:
             unit = units[call.unit]
