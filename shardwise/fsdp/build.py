@@ -231,16 +231,13 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
 def _managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     """Return the modules below ``roots`` that no inner unit owns, in module order, with their paths."""
     managed: dict[nn.Module, str] = {}
-
-    def collect(path: str, module: nn.Module) -> None:
+    todo = [("", root) for root in reversed(roots)]
+    while todo:
+        path, module = todo.pop()
         is_inner = module not in roots and attachment_of(module) is not None
         if not (module in managed or is_inner or is_managed_by_torch(module)):
             managed[module] = path
-            for name, child in module.named_children():
-                collect(f"{path}.{name}".lstrip("."), child)
-
-    for root in roots:
-        collect("", root)
+            todo += reversed([(f"{path}.{name}".lstrip("."), child) for name, child in module.named_children()])
     return [(path, module) for module, path in managed.items()]
 
 

@@ -8,7 +8,7 @@ so copies have to be equal, which the same all-reduce checks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,26 +21,28 @@ from shardwise.errors import ConfigError, StateError, UsageError
 from shardwise.fsdp.engine import live_engines
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.roots import serve_others
+from shardwise.fsdp.unit import Unit
 
 
 def shards_of(params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return ``params``, whose gradients are clipped next; those of units that are unsharded as shards, which have these."""
     refuse_fixed_sums(params)
     serve_others(params)
-    shards = _shards_of_full()
+    shards = _by_form(lambda unit: unit.has_copies)
     return [shards[id(param)].sharded if id(param) in shards else param for param in params] if shards else params
 
 
-def _shards_of_full() -> dict[int, ShardedParam]:
+def _by_form(wants: Callable[[Unit], bool]) -> dict[int, ShardedParam]:
+    """Return the parameters of the units that ``wants`` accepts, by the ids of what may be registered of them."""
     # Most steps clip when every unit is sharded, and this is empty.
-    units = [unit for engine in live_engines for unit in engine.units if unit.has_copies]
-    return {id(form): p for unit in units for p in unit.params for form in (p.full, p.registered_form)}
+    units = [unit for engine in live_engines for unit in engine.units if wants(unit)]
+    return {id(form): p for unit in units for p in unit.params for form in (p.sharded, p.full, p.registered_form)}
 
 
 def refuse_full(params: Sequence[torch.Tensor]) -> None:
     """Raise StateError for full parameters of ``params``, which have no gradient to scale if their shards have one."""
     refuse_fixed_sums(params)
-    shards = _shards_of_full()
+    shards = _by_form(lambda unit: unit.has_copies)
     for p in (shards[id(param)] for param in params if param.grad is None and id(param) in shards):
         if p.sharded.grad is not None:
             raise StateError(
@@ -51,14 +53,12 @@ def refuse_full(params: Sequence[torch.Tensor]) -> None:
 
 def refuse_fixed_sums(params: Sequence[torch.Tensor]) -> None:
     """Raise UsageError if ``Reproducible`` sums the gradients of ``params``: the norm would be added in the order of ranks."""
-    units = [unit for engine in live_engines for unit in engine.units if unit.settings.sums is not None]
-    ids = {*map(id, params)} if units else set[int]()
-    for param in (param for unit in units for param in unit.params):
-        if not ids.isdisjoint(map(id, (param.sharded, param.full, param.registered_form))):
-            raise UsageError(
-                f"clip_grad_norm_: Reproducible sums the gradient of {param.fqn}, and this function adds norms in the order of "
-                "ranks, so that the bits depend on their number. Call fixed.clip_grad_norm_ of the Reproducible object"
-            )
+    fixed = _by_form(lambda unit: unit.settings.sums is not None)
+    for param in (fixed[id(param)] for param in params if id(param) in fixed):
+        raise UsageError(
+            f"clip_grad_norm_: Reproducible sums the gradient of {param.fqn}, and this function adds norms in the order of "
+            "ranks, so that the bits depend on their number. Call fixed.clip_grad_norm_ of the Reproducible object"
+        )
 
 
 _COPIES_DIFFER = 1e-5  # relative, of squares of powers of norms: copies differ by rounding alone
