@@ -34,6 +34,7 @@ from shardwise.fsdp.api import (
     fully_shard,
     register_fsdp_forward_method,
     replicate,
+    shard_model,
     share_comm_ctx,
     use_in,
 )
@@ -50,7 +51,6 @@ from shardwise.fsdp.mesh import (
 )
 from shardwise.fsdp.module import FSDPModule, GradientReductionHandle, UnshardHandle, get_cls_to_fsdp_cls, policy
 from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from shardwise.fsdp.shard_model import shard_model
 from shardwise.loop.launch import notebook_launch
 from shardwise.loop.meter import Span, StepMeter, Trace, trace
 from shardwise.offload.activations import ActivationPolicy, apply_activations

@@ -354,12 +354,8 @@ def post_accumulate_hooks(
 
     Why: hooks of users run on the averaged gradient.  Until hooks can be listed in public.
     """
-    return [
-        (parameter, hook)
-        for parameter in parameters
-        for key, hook in (_POST_ACCUMULATE_HOOKS(parameter) or {}).items()
-        if key not in left_out
-    ]
+    found = [(each, *item) for each in parameters for item in (_POST_ACCUMULATE_HOOKS(each) or {}).items()]
+    return [(parameter, hook) for parameter, key, hook in found if key not in left_out]
 
 
 def remove_later_hooks(parameter: torch.Tensor, kept: int) -> dict[int, Callable[[torch.Tensor], None]]:
@@ -388,10 +384,10 @@ def gradient_hooks(
 
     Why: hooks of users run on the averaged gradient, of a full parameter never.  Until hooks can be listed in public.
     """
-    return [(index, hook) for index, each in enumerate(parameters) for hook in (each._backward_hooks or {}).values()]
+    return [(index, hook) for index, each in enumerate(parameters) for hook in (_HOOKS(each) or {}).values()]
 
 
-_HOOKS = operator.attrgetter("_backward_hooks")
+_HOOKS: Callable[[torch.Tensor], Any] = operator.attrgetter("_backward_hooks")
 _POST_ACCUMULATE_HOOKS: Callable[[torch.Tensor], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
@@ -644,15 +640,13 @@ def _cut_of_rows(placement: Any) -> Placement:
 
 
 _aten = torch.ops.aten
-_DRAWS_ELSEWHERE = (  # torch enters no region for these
-    _aten.cauchy_.default,
-    _aten.exponential_.default,
-    _aten.geometric_.default,
-    _aten.log_normal_.default,
-    _aten.random_.default,
-    _aten.random_.to,
-    getattr(_aten.random_, "from"),
-)
+_DRAWS_ELSEWHERE = (
+    _aten.cauchy_,
+    _aten.exponential_,
+    _aten.geometric_,
+    _aten.log_normal_,
+    _aten.random_,
+)  # in no region
 
 
 def _draw_elsewhere(op: Any, args: Any, kwargs: Any) -> DTensor:
@@ -675,7 +669,7 @@ def draw_as_one_process(draws_as_torch: Callable[[], bool]) -> None:
     if _random._rng_tracker is None:
         _random._rng_tracker = cast(Any, _ShardDraws(draws_as_torch))
         handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-        handlers.update(dict.fromkeys(_DRAWS_ELSEWHERE, _draw_elsewhere))
+        handlers.update({getattr(op, each): _draw_elsewhere for op in _DRAWS_ELSEWHERE for each in op.overloads()})
 
 
 def clip_mixed_by(
@@ -1076,13 +1070,10 @@ def forget_meshes() -> None:
     from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
     topologies = getattr(_collective_utils, "MeshTopoInfo", None)
-    for place, name in (
-        (debug, "_clear_sharding_prop_cache"),
-        (_redistribute, "clear_redistribute_planner_cache"),
-        (getattr(_redistribute, "_gen_transform_infos", None), "cache_clear"),
-        (getattr(topologies, "build_from_mesh", None), "cache_clear"),
-    ):
-        clear: Callable[[], None] | None = getattr(place, name, None)
+    cached = getattr(_redistribute, "_gen_transform_infos", None), getattr(topologies, "build_from_mesh", None)
+    clears = [getattr(each, "cache_clear", None) for each in cached]
+    clears += [getattr(debug, "_clear_sharding_prop_cache", None)]
+    for clear in (*clears, getattr(_redistribute, "clear_redistribute_planner_cache", None)):
         if clear is not None:
             clear()
 

@@ -230,7 +230,7 @@ def test_pytest_looks_into_every_test_folder(request: pytest.FixtureRequest) -> 
 MANY_PARAMETERS = {
     "fsdp/api.py:fully_shard",
     "fsdp/api.py:replicate",
-    "fsdp/shard_model.py:shard_model",
+    "fsdp/api.py:shard_model",
     "elastic/run.py:elastic",
     "zero/optimizer.py:__init__",
     "checkpoint/save.py:save",

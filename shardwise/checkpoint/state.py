@@ -41,8 +41,7 @@ from shardwise.errors import (
     TransportError,
 )
 from shardwise.formatting import format_ranks, ranks_by_text
-from shardwise.fsdp.equal_values import SHARES_BUFFERS, unlike_buffers, unlike_in_words
-from shardwise.fsdp.init_parameters import unwritten_in
+from shardwise.fsdp.init_parameters import SHARES_BUFFERS, unlike_buffers, unlike_in_words, unwritten_in
 from shardwise.one_host import RandomState, set_seed
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, empty_state_of
 from shardwise.optim.slices import in_order_of

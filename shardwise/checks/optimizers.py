@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,8 +54,7 @@ def before_optimizer_step(optimizer: Optimizer, args: Any = (), kwargs: Any = No
     """
     observe.note("optimizer steps", type(optimizer).__name__)
     given = _given_to(optimizer)
-    if _checked.get(optimizer) != len(given):
-        _check_forms(optimizer, {id(param): param for param in given})
+    _check_forms(optimizer, given)
     serve_others(given)
     engines = [engine for engine in live_engines if engine.heeds_steps]
     ids = {*map(id, given)} if engines else set[int]()
@@ -82,10 +81,13 @@ _NOT_OVER_SHARDS: dict[type[Optimizer], str] = {
 }
 
 
-def _check_forms(optimizer: Optimizer, given: Mapping[int, torch.Tensor]) -> None:
-    """Raise StateError for parameters that a step would not reach, ConfigError for a class that cannot step on shards."""
+def _check_forms(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
+    """Raise StateError for ``params`` that a step would not reach, ConfigError for a class that cannot step on shards."""
+    if _checked.get(optimizer) == len(params):
+        return
     kind = next((kind for kind in _NOT_OVER_SHARDS if isinstance(optimizer, kind)), None)
-    unknown = {each for each, param in given.items() if kind and isinstance(param, DTensor)}
+    given = {*map(id, params)}
+    unknown = {id(param) for param in params if kind is not None and isinstance(param, DTensor)}
     early: list[str] = []
     for param in (param for engine in live_engines for unit in engine.units for param in unit.params):
         sharded = param.sharded
@@ -107,7 +109,7 @@ def _check_forms(optimizer: Optimizer, given: Mapping[int, torch.Tensor]) -> Non
             "its steps would not reach the model. Build the optimizer after fully_shard."
         )
     if not unknown:  # else the closure runs the first forward: it is checked after the step
-        _checked[optimizer] = len(given)
+        _checked[optimizer] = len(params)
 
 
 def _refuse_early(engine: Engine, stepped: Sequence[ShardedParam]) -> None:
@@ -151,8 +153,7 @@ def _look_for_gradients(engine: Engine, stepped: Sequence[ShardedParam]) -> None
 def after_optimizer_step(optimizer: Optimizer, *_: Any) -> None:
     """Bump the version counters of shards after a step: torch's multi-tensor and fused steps do not."""
     given = _given_to(optimizer)
-    if _checked.get(optimizer) != len(given):
-        _check_forms(optimizer, {id(param): param for param in given})
+    _check_forms(optimizer, given)
     if written := [param for param in given if isinstance(param, DTensor)]:
         torch.autograd.graph.increment_version(written)
 

@@ -30,8 +30,15 @@ from shardwise.errors import ConfigError, DesyncError, StateError, TransportErro
 from shardwise.formatting import format_ranks
 from shardwise.fsdp.attachment import Attachment, attachment_of, is_managed_by_torch, managed_by_registration
 from shardwise.fsdp.engine import Engine
-from shardwise.fsdp.equal_values import SHARES_BUFFERS, few, unlike_buffers, unlike_in_words, unwritten
-from shardwise.fsdp.init_parameters import bytes_of, unwritten_in
+from shardwise.fsdp.init_parameters import (
+    SHARES_BUFFERS,
+    bytes_of,
+    few,
+    unlike_buffers,
+    unlike_in_words,
+    unwritten,
+    unwritten_in,
+)
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.roots import check_makers
 from shardwise.fsdp.unit import StepChecks, Unit
@@ -45,6 +52,7 @@ CHECKS = "SHARDWISE_CHECKS"
 # computes may depend on the switch.
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # roots with parameters that were added
 _VALUES, _TARGET = dict.values, weakref.ref.__call__
+Values = defaultdict[tuple[str, ...], list[Any]]  # of all ranks, by key
 _NUM_BEGIN = 8  # elements that are compared to detect equal seeds; few, since uneven shards may be small
 
 
@@ -193,19 +201,16 @@ def check_values(root: nn.Module, attachments: Sequence[Attachment], mismatch_ch
     """
     # Also without values from meta: other ranks may have some, and all take part in the exchange.
     fresh = attachments if any(each.is_materialized for each in attachments) else ()
-    local: list[tuple[object, ...]] = [("", name) for name in unwritten_in(root)] if fresh else []
+    local: list[tuple[tuple[str, ...], object]] = [((), name) for name in unwritten_in(root)] if fresh else []
     for unit in (unit for each in fresh for unit in each.units):
         for param in unit.params:
             values, _ = bytes_of(param.sharded)
             if values is not None and not param.shard.is_whole and values.shape == param.shard_shape:
                 first = values.reshape(-1)[:_NUM_BEGIN]
                 if not bool((first == first[0]).all()):  # zeros and ones are equal on all ranks, as they should be
-                    local.append((param.fqn, digest_of(first), unit.settings.axes.shard_rank))
-    every = [*map(json.dumps, local)]
-    starts: dict[str, list[int]] = defaultdict(list)
-    for name, value, *_ in map(json.loads, sorted(mismatch_check.union("values", every) if mismatch_check else every)):
-        starts[name].append(value)
-    if unwritten := starts.pop("", None):
+                    local.append(((param.fqn,), (digest_of(first), unit.settings.axes.shard_rank)))
+    starts = _union(mismatch_check, "values", local)
+    if unwritten := starts.pop((), None):
         raise StateError(
             f"{few(map(str, unwritten))} have no values: nothing was written to them after to_empty(). Load them, call "
             "shardwise.init_parameters(model, init_fn), or build computed buffers under torch.device('cpu')"
@@ -213,14 +218,22 @@ def check_values(root: nn.Module, attachments: Sequence[Attachment], mismatch_ch
     for each in attachments:
         each.is_materialized = False
     # With equal seeds the shards that were initialized first are equal; after shards of unequal sizes, random numbers differ.
-    several = [name for name, _ in root.named_parameters() if len(starts[name]) > 1]
-    alike = [name for name in several if len(set(starts[name])) == 1]
+    several = [name for name, _ in root.named_parameters() if len(starts[name,]) > 1]
+    alike = [name for name in several if len({digest for digest, _ in starts[name,]}) == 1]
     if alike and (alike[0] == several[0] or 2 * len(alike) > len(several)):
         raise StateError(
             f"the shards of {few(alike)} begin with the same values on all ranks: every rank has initialized its local "
             "tensor (to_local()) with the same seed. Call shardwise.init_parameters(model), or draw on the parameters "
             "themselves. If the values are right (copies of one expert), call forward again: this is checked only once"
         )
+
+
+def _union(check: MismatchCheck | None, topic: str, values: Iterable[tuple[tuple[str, ...], Any]]) -> Values:
+    """Return what all ranks pass as ``values``, by key, the same on all of them; ``check`` None: what this rank does."""
+    local, found = [*map(json.dumps, values)], Values(list)
+    for key, value in map(json.loads, sorted(check.union(topic, local) if check is not None else local)):
+        found[tuple(key)].append(value)
+    return found
 
 
 class TreeWatch:
@@ -371,23 +384,15 @@ def _compare(topic: str, digests: Mapping[Key, Digest | None], check: MismatchCh
     """
     if are_threads():
         return {}
-
-    def exchange(topic: str, values: Mapping[Key, Any]) -> dict[Key, list[Any]]:
-        local = [json.dumps([*key, value]) for key, value in values.items()]
-        found: dict[Key, list[Any]] = defaultdict(list)
-        for track, name, value in map(json.loads, sorted(check.union(topic, local))):
-            found[track, name].append(value)
-        return found
-
     # Exchange one sum per set of ranks first: usually all agree, and no rank sends a digest per parameter.
     alike: dict[str, list[Digest | None]] = defaultdict(list)
     for (track, _), digest in digests.items():
         alike[track].append(digest)
     sums = {(track, ""): hashlib.sha256(repr(each).encode()).hexdigest() for track, each in alike.items()}
-    if all(len(found) == 1 for found in exchange(topic, sums).values()):
+    if all(len(found) == 1 for found in _union(check, topic, sums.items()).values()):
         return {}
-    mine = {key: [dist.get_rank(), digest] for key, digest in digests.items()}
-    rows = {key: dict(found) for key, found in exchange(f"each of the {topic}", mine).items()}
+    mine = [(key, (dist.get_rank(), digest)) for key, digest in digests.items()]
+    rows = {key: dict(found) for key, found in _union(check, f"each of the {topic}", mine).items()}
     return {name: row for (_, name), row in rows.items() if None not in row.values() and len({*row.values()}) > 1}
 
 

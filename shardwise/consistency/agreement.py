@@ -194,9 +194,7 @@ class StoreExchange:
         names = [self.members[rank] for rank in ranks]
         publish_failure(late + ASKS)  # other ranks may wait for the report of this one
         if self.notes is not None:
-            wait_until(
-                lambda: self.gone(ranks) or all(report_of(self.notes, name) for name in names), _HEED_S, alarm.look
-            )
+            wait_until(lambda: self.gone(ranks) or all(report_of(self.notes, n) for n in names), _HEED_S, alarm.look)
         gone = [self.members[rank] for rank in self.gone(ranks)]
         if not gone:
             status = status_in_words(self.members)
@@ -230,10 +228,8 @@ def open_numbered_exchange(
         watch_end(notes)
         watch_waits(notes)
     job = JobStore(store, timeout_s)
-    place = f"shardwise/{topic}/{hashlib.sha256(repr(members).encode()).hexdigest()[:12]}"
     generation = _generation_of(members)
-    if generation:
-        place = f"{place}/era {generation}"
+    place = f"shardwise/{topic}/{hashlib.sha256(repr(members).encode()).hexdigest()[:12]}/generation {generation}"
     number = job.add(f"{place}/opened/{rank}", 1)
     return StoreExchange(job, f"{place}/{number}", members, rank, timeout_s, notes)
 
@@ -272,9 +268,8 @@ class MismatchCheck:
         self.rank = exchange.members[exchange.rank]  # as errors name it
         self.members = exchange.members
         number = exchange.prefix.rsplit("/", 1)[-1]
-        self.topic = (
-            f"engine {number} of ranks {min(exchange.members)} to {max(exchange.members)}"  # the same on all of them
-        )
+        # The same on all of them.
+        self.topic = f"engine {number} of ranks {min(exchange.members)} to {max(exchange.members)}"
         self._agreed: dict[str, None] = {}  # digests of plans, the newest last
         self.groups: list[dist.ProcessGroup] = []  # those that the engine uses
 
@@ -318,14 +313,13 @@ class MismatchCheck:
             theirs = json.loads(found[other]) if other in found else []
             unlike = sorted({*values} ^ {*theirs})
             if unlike:
-                problem = (
-                    f"ranks have written different values to parameters in forward (an embedding with max_norm changes the "
-                    f"rows that its rank looks up): {unlike[0].partition(' with digest')[0]} is not the same on rank "
-                    f"{self.rank} and rank {exchange.members[other]} after it. Every rank keeps its own rows of a sharded "
-                    "parameter, so that all must write the same: gather what the values are made of first, or write on one "
-                    "rank and broadcast"
+                name = unlike[0].partition(" with digest")[0]
+                raise DesyncError(
+                    "ranks have written different values to parameters in forward (an embedding with max_norm changes the rows "
+                    f"that its rank looks up): {name} is not the same on rank {self.rank} and rank {exchange.members[other]} "
+                    "after it. Every rank keeps its own rows of a sharded parameter, so that all must write the same: gather "
+                    f"what the values are made of first, or write on one rank and broadcast\n{_RULE}"
                 )
-                raise DesyncError(f"{problem}\n{_RULE}")
 
     def union(self, topic: str, mine: Sequence[str]) -> set[str]:
         """Return the union of all ranks' ``mine``, the same on every rank; all call it at the same place of their program.
@@ -346,18 +340,15 @@ class MismatchCheck:
         its peers may overwrite memory.
         """
         text = json.dumps(["deviations from the order of units", what])
-        self._compare(
-            "deviation", text, lambda others: f"rank {self.rank} left the order of units, unlike {others}: {what}"
-        )
+        left = f"rank {self.rank} left the order of units, unlike"
+        self._compare("deviation", text, lambda others: f"{left} {others}: {what}")
 
     def _compare(self, topic: str, text: str, late: Callable[[str], str]) -> None:
         """Raise DesyncError unless all ranks post the same ``text``, a JSON list: a name, then what it is made of."""
         exchange = self._exchange
         found = exchange.gather(topic, text, lambda found: len(set(found.values())) > 1)
         if len({*found.values()}) > 1:
-            facts: dict[int, list[str]] = {
-                exchange.members[rank]: json.loads(each) for rank, each in sorted(found.items())
-            }
+            facts = {exchange.members[rank]: list[str](json.loads(each)) for rank, each in sorted(found.items())}
             names = {each[0] for each in facts.values()}
             what = names.pop() if len(names) == 1 else "comparisons"  # they are at different places of the program
             raise DesyncError(f"ranks have different {what}: {first_difference(facts)}\n{_RULE}")
@@ -481,9 +472,8 @@ class GroupAgreement:
     def renew(self) -> None:
         """Restart without posts and agreements, after ranks have restored the state before a step."""
         self.num_renewals += 1
-        self.exchange = replace(
-            self.exchange, prefix=f"{self.exchange.prefix.partition(' renewed ')[0]} renewed {self.num_renewals}"
-        )
+        prefix = self.exchange.prefix.partition(" renewed ")[0]
+        self.exchange = replace(self.exchange, prefix=f"{prefix} renewed {self.num_renewals}")
 
     def report_failure(self, text: str, may_be_caught: bool = False) -> None:
         """Report to ranks that wait for this one why it will not take part; only the first report counts.
@@ -519,14 +509,8 @@ class GroupAgreement:
             return DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
         if not isinstance(error, ShardwiseError) and is_gloo(self.group) and self._is_refused_by_all(what, error):
             return TransportError(f"{what}: the backend refused the call on every rank: {in_short(error)}")
-        others = why_failed(
-            f"{what} on rank {self.name}: {in_short(error)}",
-            error,
-            self.exchange.members,
-            self.name,
-            self.exchange.notes,
-            [self.group],
-        )
+        failed, members = f"{what} on rank {self.name}: {in_short(error)}", self.exchange.members
+        others = why_failed(failed, error, members, self.name, self.exchange.notes, [self.group])
         failure = self.failure()  # a report that arrived meanwhile knows more than this rank
         if failure is not None:
             return DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
@@ -576,10 +560,8 @@ class GroupAgreement:
             listing = _listing(ranks_by_text(zip(members, calls, strict=True)))
             raise DesyncError(f"{calls[0]}: {elsewhere} are in another call: {listing}")
         found = self.exchange.gather("detail", json.dumps(list(facts)), self._has_failure)
-        raise DesyncError(
-            f"{calls[0]}: ranks disagree. "
-            + first_difference({members[rank]: list(map(str, json.loads(text))) for rank, text in found.items()})
-        )
+        facts_of = {members[rank]: list(map(str, json.loads(text))) for rank, text in found.items()}
+        raise DesyncError(f"{calls[0]}: ranks disagree. {first_difference(facts_of)}")
 
     def _explain_absence(self, what: str, absent: Sequence[int]) -> NoReturn:
         failure = self.failure()

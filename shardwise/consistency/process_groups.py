@@ -31,6 +31,7 @@ from shardwise.consistency.store import BRIEF_S, JobStore, refuse_deadlock, wait
 from shardwise.errors import ConfigError, StateError, TransportError
 from shardwise.formatting import format_ranks
 from shardwise.observe import EVERYBODY, note
+from shardwise.one_host import read_proc
 from shardwise.torch_private import is_gloo, timeout_s_of
 
 # ---- TCP keepalive: the kernel finds out soon that another host is gone, or the cable to it is cut.
@@ -44,9 +45,7 @@ _limit_s = [5.0]  # one entry, set by set_host_timeout only
 _ADDRESSES = "shardwise/addresses"
 _SIOCGIFADDR = 0x8915
 _IDLE_S = 2  # seconds before the first probe
-_NO_ANSWER = tuple(
-    os.strerror(each) for each in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
-)
+_OF_LOST_HOSTS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 
 def set_host_timeout(seconds: float) -> None:
@@ -100,7 +99,7 @@ def enable_keepalive(store: dist.Store) -> int:
 
 def tells_of_lost_host(error: str) -> bool:
     """Return True if ``error`` has the kernel's text for a host that does not answer: switched off, or behind a cut cable."""
-    return any(words in error for words in _NO_ANSWER)
+    return any(os.strerror(each) in error for each in _OF_LOST_HOSTS)
 
 
 def host_timeout_s() -> float:
@@ -110,22 +109,14 @@ def host_timeout_s() -> float:
 
 def own_addresses() -> list[str]:
     """Return the addresses of this host's interfaces, as peers see them; IPv6 of this network namespace included."""
-    found = [*_ipv4(), *_ipv6()]
-    return [each for each in found if not each.startswith("127.") and each != "::1"]
-
-
-def _ipv4() -> Iterator[str]:
+    numbers = [bytes.fromhex(line.split()[0]) for line in read_proc("net/if_inet6").splitlines()]
+    found = [socket.inet_ntop(socket.AF_INET6, each) for each in numbers]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has none
+            with contextlib.suppress(OSError):  # it has no IPv4 address
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                yield socket.inet_ntoa(answer[20:24])
-
-
-def _ipv6() -> Iterator[str]:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line.split()[0]))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return [each for each in found if not each.startswith("127.") and each != "::1"]
 
 
 def own_sockets() -> dict[str, int]:
@@ -180,22 +171,17 @@ def _peer(connection: socket.socket) -> str:
 
 
 def _set(connection: socket.socket) -> None:
-    probes = max(1, round(_limit_s[0]) - _IDLE_S)
-    for level, option, value in (
-        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes),
-        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * _limit_s[0])),
-    ):
-        connection.setsockopt(level, option, value)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    times = {socket.TCP_KEEPIDLE: _IDLE_S, socket.TCP_KEEPINTVL: 1, socket.TCP_USER_TIMEOUT: round(1000 * _limit_s[0])}
+    for option, value in {**times, socket.TCP_KEEPCNT: max(1, round(_limit_s[0]) - _IDLE_S)}.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 # ---- Drain the backend's threads before the interpreter exits, which avoids a SIGABRT.
 
 _PAUSE_S = 0.002  # pauses free the interpreter's lock
 _SETTLED_S = 0.5
-_TASKS = Path("/proc/self/task")
+_TASKS = "/proc/self/task"
 
 
 @functools.cache
@@ -224,15 +210,9 @@ def settle(limit_s: float = _SETTLED_S) -> None:
 
 
 def _others_run() -> bool:
-    own = str(threading.get_native_id())
-    for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
-        try:
-            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:  # it has ended
-            continue
-        if state == "R" and task.name != own:
-            return True
-    return False
+    tasks = {*os.listdir(_TASKS)} - {str(threading.get_native_id())} if os.path.isdir(_TASKS) else ()
+    # After the name of the task, in parentheses, comes its state; a task that has ended has none.
+    return ["R"] in [read_proc(f"self/task/{task}/stat").rpartition(")")[2].split()[:1] for task in tasks]
 
 
 _LEFT = ["left by an error"]  # replaces a process's place in its note
@@ -410,12 +390,9 @@ def check_peers(before: Collection[str] = ()) -> None:
 
 
 def _table(name: str) -> Iterator[_Row]:
-    with contextlib.suppress(OSError), open(f"/proc/self/net/{name}") as lines:
-        next(lines, None)
-        for line in lines:
-            fields = line.split()
-            local, remote = fields[1].removeprefix(_MAPPED), fields[2].removeprefix(_MAPPED)
-            yield _Row(local, remote, fields[3], int(fields[7]), fields[9])
+    for fields in map(str.split, read_proc(f"self/net/{name}").splitlines()[1:]):
+        local, remote = (address.removeprefix(_MAPPED) for address in fields[1:3])
+        yield _Row(local, remote, fields[3], int(fields[7]), fields[9])
 
 
 # ---- Waits for gloo transfers that end when a connection breaks, also where gloo's own waits do not.
@@ -500,8 +477,11 @@ def outlast(work: dist.Work, group: dist.ProcessGroup, check: Callable[[], None]
 
 def collectives_begun() -> dict[str, int]:
     """Return how many collectives this process has begun in each of its gloo groups, by name; messages count too."""
-    groups = [group for group in torch_private.all_groups() if is_gloo(group) and group.size() > 1]
-    return {group.group_name: torch_private.sequence_of(group) - _num_probes.get(group, 0) for group in groups}
+    return {each.group_name: torch_private.sequence_of(each) - _num_probes.get(each, 0) for each in _gloo_groups()}
+
+
+def _gloo_groups() -> list[dist.ProcessGroup]:
+    return [group for group in torch_private.all_groups() if is_gloo(group) and group.size() > 1]
 
 
 def _leads_to(group: dist.ProcessGroup, rank: int) -> bool:
@@ -519,9 +499,8 @@ def _leads_to(group: dist.ProcessGroup, rank: int) -> bool:
 def all_have_come(group: dist.ProcessGroup) -> None:
     """Return once all ranks of ``group`` have called this: one all-reduce of one number."""
     if group.size() > 1:
-        await_collective(
-            dist.all_reduce(torch.ones((), dtype=torch.int32, device="cpu"), group=group, async_op=True), group
-        )
+        number = torch.ones((), dtype=torch.int32, device="cpu")
+        await_collective(dist.all_reduce(number, group=group, async_op=True), group)
 
 
 def gather_rows(row: torch.Tensor) -> list[list[float]]:
@@ -572,13 +551,7 @@ def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
 
 def groups_within(members: Collection[int]) -> list[dist.ProcessGroup]:
     """Return this rank's gloo groups of several ranks that are all in ``members`` (global), in the same order on each rank."""
-    found = [
-        group
-        for group in torch_private.all_groups()
-        if torch_private.is_gloo(group)
-        and group.size() > 1
-        and set(dist.get_process_group_ranks(group)) <= set(members)
-    ]
+    found = [group for group in _gloo_groups() if set(dist.get_process_group_ranks(group)) <= set(members)]
     return sorted(found, key=lambda group: group.group_name)
 
 

@@ -16,10 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor
@@ -118,28 +118,25 @@ _HEAD: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One event; ``time_s`` in seconds since the epoch; ``track`` is empty for events of this rank only."""
 
     time_s: float
     thread: int
     track: str
-    count: int
+    number: int
     place: str
     what: str
 
 
-@dataclass(frozen=True, slots=True)
-class Reason:
+class Reason(NamedTuple):
     """Why, and when, a rank wrote its record."""
 
     time_s: float
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Stack:
+class Stack(NamedTuple):
     """Where a thread was when the rank wrote; ``frames``: "file:line function", the innermost last."""
 
     time_s: float
@@ -178,7 +175,7 @@ _ROWS: dict[str, tuple[type[Any], tuple[Callable[[Any], Any], ...]]] = {  # the 
 
 def to_text(record: Record) -> str:
     """Return ``record`` as one JSON object."""
-    rows = {name: [[*map(_short, astuple(each))] for each in getattr(record, name)] for name in _ROWS}
+    rows = {name: [[*map(_short, each)] for each in getattr(record, name)] for name in _ROWS}
     return json.dumps({"version": VERSION} | {name: getattr(record, name) for name in ("rank", *_HEAD)} | rows)
 
 
@@ -227,8 +224,8 @@ _QUIET = ("ConfigError", "LayoutError")  # wrong arguments: no rank waits, and t
 _open: list[Recorder] = []  # the open recorders of this process; only open() and close() change it
 
 
-class Recorder:
-    """Write the record of this process.  A failed write never affects the program.
+class Recorder(ExitStack):
+    """Write the record of this process until it is closed.  A failed write never affects the program.
 
     Args:
         folder: where; one in :func:`default_place` is made at the first write.
@@ -236,6 +233,7 @@ class Recorder:
     """
 
     def __init__(self, folder: Path, rank: int | None = None, num_ranks: int = 0) -> None:
+        super().__init__()
         self.folder = folder
         self._rank, self._num_ranks = rank, num_ranks
         self._pid = os.getpid()
@@ -243,21 +241,12 @@ class Recorder:
         self._reasons: list[Reason] = []
         self._stacks: list[Stack] = []
         self._lock = threading.Lock()
-        self._stack = ExitStack()
 
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> bool:
+        _, error, trace = raised
         if error is not None:
             self._write_raised(error, trace)
-        self.close()
-
-    def close(self) -> None:
-        """Stop writing, and restore signals and hooks."""
-        self._stack.close()
+        return super().__exit__(*raised)
 
     @property
     def is_silent(self) -> bool:
@@ -296,9 +285,9 @@ class Recorder:
         self._update_rank()
         self._move_last_run()
         _open.append(self)
-        self._stack.callback(_open.remove, self)
-        self._stack.enter_context(observe.observing(self._on_error))
-        self._stack.enter_context(excepthook(self._write_raised))
+        self.callback(_open.remove, self)
+        self.enter_context(observe.observing(self._on_error))
+        self.enter_context(excepthook(self._write_raised))
 
     def _on_error(self, text: str) -> None:
         if not text.startswith(_QUIET):
@@ -470,8 +459,7 @@ _MOVED = 16  # events between two writes for the same trouble: ranks that fail c
 _BEFORE_S = 1.0  # how long before its writes an error may be
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """The first error of a rank."""
 
     rank: int
@@ -506,15 +494,10 @@ def diagnose(records: Sequence[Record]) -> Diagnosis:
     num_ranks = max([0, *(each.num_ranks for each in by_rank.values()), *(rank + 1 for rank in by_rank)])
     missing = tuple(rank for rank in range(num_ranks) if rank not in by_rank)
     failures = [found for rank, each in by_rank.items() if (found := _failure(rank, each)) is not None]
-    return Diagnosis(
-        num_ranks=num_ranks,
-        missing=missing,
-        failures=tuple(
-            sorted(failures, key=lambda each: (_is_because_of_others(each, failures), each.time_s, each.rank))
-        ),
-        stacks={rank: found for rank, each in sorted(by_rank.items()) if (found := _main_stack(each)) is not None},
-        reasons={rank: each.reasons for rank, each in sorted(by_rank.items())},
-    )
+    in_turn = sorted(failures, key=lambda each: (_is_because_of_others(each, failures), each.time_s, each.rank))
+    known = sorted(by_rank.items())
+    stacks = {rank: found for rank, each in known if (found := _main_stack(each)) is not None}
+    return Diagnosis(num_ranks, missing, tuple(in_turn), stacks, {rank: each.reasons for rank, each in known})
 
 
 def _is_because_of_others(failure: Failure, failures: Sequence[Failure]) -> bool:
@@ -525,21 +508,15 @@ def _is_because_of_others(failure: Failure, failures: Sequence[Failure]) -> bool
 
 def newest(records: Sequence[Record]) -> dict[int, Record]:
     """Return the newest of ``records`` of every rank that has one."""
-    found: dict[int, Record] = {}
-    for record in sorted(records, key=lambda each: each.written_s):
-        if record.rank is not None:
-            found[record.rank] = record
-    return found
+    in_turn = sorted(records, key=lambda each: each.written_s)
+    return {record.rank: record for record in in_turn if record.rank is not None}
 
 
 def _failure(rank: int, record: Record) -> Failure | None:
     since_s = _began_s(record) - _BEFORE_S
     errors = [Failure(rank, e.time_s, e.what) for e in record.events if e.place == ERROR and e.time_s >= since_s]
-    reported = [
-        Failure(rank, each.time_s, each.text)
-        for each in record.reasons
-        if each.time_s >= since_s and not each.text.startswith(NOTHING_MOVES)
-    ]
+    reasons = [each for each in record.reasons if not each.text.startswith(NOTHING_MOVES)]
+    reported = [Failure(rank, *each) for each in reasons if each.time_s >= since_s]
     return min([*errors, *reported], key=lambda each: each.time_s, default=None)
 
 
@@ -586,10 +563,8 @@ def _happened(diagnosis: Diagnosis) -> Iterator[str]:
         )
     for place, failure in enumerate(diagnosis.failures[:_MOST_LISTED]):
         yield _describe_failure(failure, is_first=place == 0 and len(diagnosis.failures) > 1)
-    waits = [
-        reason.text for reasons in diagnosis.reasons.values() for reason in reasons if NOTHING_MOVES in reason.text
-    ]
-    if waits:
+    texts = [reason.text for reasons in diagnosis.reasons.values() for reason in reasons]
+    if waits := [text for text in texts if NOTHING_MOVES in text]:
         yield max(waits, key=len)  # that of the rank which reported who waits for whom
     if not (diagnosis.missing or diagnosis.failures or waits):
         yield "nothing that differs between the ranks, and no error"
@@ -688,20 +663,11 @@ def status_at(rank: int, frames: Sequence[str], last: Entry | None, raised: str 
     line = frames[place].rsplit(" ", 1)[0].removeprefix(f"{os.getcwd()}/") if place is not None else ""
     recent = [*dict.fromkeys(entry[2] for entry in reversed(entries()))]  # a process may have other models
     newest = {track.name: track for track in sorted(live_tracks, key=lambda track: track.age)}
-    tracks = sorted(
-        [track for track in newest.values() if track.num_forwards and track.is_of_several],
-        key=lambda track: recent.index(track.name) if track.name in recent else len(recent),
-    )
-    return RankStatus(
-        rank,
-        line,
-        call,
-        waits_for,
-        {track.name: {"forward": track.num_forwards, "backward": track.num_backwards} for track in tracks},
-        {track.name: track.running for track in tracks if track.running},
-        raised=raised,
-        polls=any(_POLL.search(frame) for frame in called),
-    )
+    tracks = [track for track in newest.values() if track.num_forwards and track.is_of_several]
+    tracks.sort(key=lambda track: recent.index(track.name) if track.name in recent else len(recent))
+    passes = {track.name: {"forward": track.num_forwards, "backward": track.num_backwards} for track in tracks}
+    running, polls = {each.name: each.running for each in tracks if each.running}, any(map(_POLL.search, called))
+    return RankStatus(rank, line, call, waits_for, passes, running, raised=raised, polls=polls)
 
 
 def awaited_groups(frame: FrameType | None) -> tuple[str, ...]:
@@ -797,12 +763,10 @@ def deadlocked(statuses: Sequence[RankStatus], least_s: float) -> list[int]:
     differ on purpose, as the stages of a pipeline do, go on.
     """
     still = {each.rank: each for each in statuses if each.waits_for and each.still_s >= least_s and not each.raised}
-    ahead_of = {
-        rank: {other for other in still if other != rank and _is_ahead(each, still[other])}
-        for rank, each in still.items()
-    }
+    pairs = [(each, other) for each in still.values() for other in still.values() if each is not other]
+    ahead = [(each.rank, other.rank) for each, other in pairs if _is_ahead(each, other)]
     left = set(still)
-    while free := {rank for rank in left if not ahead_of[rank] & left}:
+    while free := left - {rank for rank, other in ahead if {rank, other} <= left}:
         left -= free
     return sorted(left)
 

@@ -38,9 +38,9 @@ from shardwise.fsdp.attachment import (
     roots_to_come,
 )
 from shardwise.fsdp.engine import on_new_units
-from shardwise.fsdp.equal_values import beginning_of, sync_buffers, values_of_first
 from shardwise.fsdp.flat_buffer import ParamStorage
 from shardwise.fsdp.hooks import Hooks, wrap_forward_method
+from shardwise.fsdp.init_parameters import beginning_of, sync_buffers, values_of_first
 from shardwise.fsdp.mesh import MeshAxes, ShardPlacementResult, axes_from, cut_shard, shard_spec, smaller_axes
 from shardwise.fsdp.param import Registration, ShardedParam, manager_of, refuse_grad_dtype, refuse_gradients
 from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, keeps_dtype
@@ -113,16 +113,16 @@ def _copy_parameters(source: Unit, unit: Unit, memo: Memo, by_table: dict[int, n
     params: list[ShardedParam] = []
     for param in source.params:
         owners = [(by_table.get(id(memo.get(id(at.parameters)))), at.name) for at in param.registrations]
-        registrations = [Registration.of(owner, name) for owner, name in owners if owner is not None]
-        sharded = registrations[0].parameters[registrations[0].name]
-        assert sharded is not None
+        places = [(owner, name) for owner, name in owners if owner is not None]
+        registrations = [Registration.of(*place) for place in places]
+        sharded = cast(nn.Parameter, registrations[0].current)
         attributes = copy.deepcopy(param.attributes, memo)
         if attributes is not vars(sharded):  # copies of plain parameters lack them
             torch_private.give_attributes(attributes, sharded)
         specs = param.spec, param.inner_spec
         copied = ShardedParam(param.fqn, registrations, param.shard, *specs, sharded, param.shard_shape)
         copied.keeps_dtype, copied.beginning = param.keeps_dtype, param.beginning
-        copied.module = weakref.ref(next(owner for owner, _ in owners if owner is not None))
+        copied.module = weakref.ref(places[0][0])
         params.append(copied)
     refuse_gradients(params)
     asked = source.settings
@@ -178,12 +178,6 @@ class _FoundParam:
     values: torch.Tensor | None = None
     memory: Extent | None = None
 
-    @property
-    def owner(self) -> ShardedParam | None:
-        """The parameter of another unit that it is; None if it is to be sharded."""
-        managed = manager_of(self.param)
-        return None if managed is None or managed.unit() is None else managed
-
 
 def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     """Shard the parameters of ``modules`` that no inner unit owns and hook the modules."""
@@ -213,8 +207,8 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     for item in found:
         _move_parameter(item, device)
     # Tied parameters that another unit owns stay there: this unit waits for that one, and reduces no gradient of them.
-    tied = [(item, owner) for item in found if (owner := item.owner) is not None]
-    unit, *beside = _make_units(roots, [item for item in found if item.owner is None], preset)
+    tied = [(item, owner) for item in found if (owner := manager_of(item.param)) is not None]
+    unit, *beside = _make_units(roots, [item for item in found if manager_of(item.param) is None], preset)
     unit.take_beside(beside)
     for item, owner in tied:
         unit.tie(owner, item.registrations)
@@ -237,16 +231,13 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
 def _managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     """Return the modules below ``roots`` that no inner unit owns, in module order, with their paths."""
     managed: dict[nn.Module, str] = {}
-
-    def collect(path: str, module: nn.Module) -> None:
+    todo = [("", root) for root in reversed(roots)]
+    while todo:
+        path, module = todo.pop()
         is_inner = module not in roots and attachment_of(module) is not None
         if not (module in managed or is_inner or is_managed_by_torch(module)):
             managed[module] = path
-            for name, child in module.named_children():
-                collect(f"{path}.{name}".lstrip("."), child)
-
-    for root in roots:
-        collect("", root)
+            todo += reversed([(f"{path}.{name}".lstrip("."), child) for name, child in module.named_children()])
     return [(path, module) for module, path in managed.items()]
 
 
@@ -306,15 +297,14 @@ def _shared_memory(roots: Sequence[nn.Module], found: Sequence[_FoundParam]) -> 
     sharded: dict[int, tuple[str, Extent]] = {}  # by id: a tied parameter has its memory once
     others: dict[int, tuple[str, Extent]] = {}
     for prefix, root in zip(prefixes, roots, strict=True):
-        for path, module in root.named_modules(prefix=prefix):
-            for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-                owner = manager_of(cast(Any, tensor))
-                # What a later call must not share is where a parameter was before it was sharded.
-                own = known.get(id(tensor)) or Extent.of(tensor, tensor.requires_grad)
-                memory = own if owner is None else owner.memory
-                if memory is not None:
-                    tensors_of = others if owner is None and id(tensor) not in known else sharded
-                    tensors_of[id(owner or tensor)] = f"{path}.{name}", memory
+        for path, tensor in (*root.named_parameters(prefix), *root.named_buffers(prefix)):
+            owner = manager_of(cast(Any, tensor))
+            # What a later call must not share is where a parameter was before it was sharded.
+            own = known.get(id(tensor)) or Extent.of(tensor, tensor.requires_grad)
+            memory = own if owner is None else owner.memory
+            if memory is not None:
+                tensors_of = others if owner is None and id(tensor) not in known else sharded
+                tensors_of[id(owner or tensor)] = path, memory
     tensors = [*sharded.values(), *others.values()]
     shared = find_shared([memory for _, memory in tensors], len(sharded))
     if shared is None:
@@ -407,6 +397,7 @@ def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, pre
     inner_spec = torch_private.spec_of(item.param) if isinstance(item.param, DTensor) else None
     whole = torch_private.local_of(item.param).detach() if item.values is None else item.values
     cut = cut_of(tuple(whole.shape), dim, axes.num_shards)
+    mine = cut.shard_shape(axes.shard_rank)
     if preset.keeps_plain:
         sharded = item.param  # DDP's users have it in optimizers already, so it stays the same object
     else:
@@ -416,9 +407,7 @@ def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, pre
                 local = local.cpu()
             sharded = torch_private.parameter_from_local(local, spec, item.param.requires_grad)
         _hand_on(item.param, sharded)
-    result = ShardedParam(
-        item.fqn, item.registrations, cut, spec, inner_spec, sharded, cut.shard_shape(axes.shard_rank)
-    )
+    result = ShardedParam(item.fqn, item.registrations, cut, spec, inner_spec, sharded, mine)
     result.memory, result.module = item.memory, weakref.ref(item.module)
     result.keeps_dtype = keeps_dtype(preset.precision, item.param, item.fqn)
     result.register(sharded)

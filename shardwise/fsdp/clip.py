@@ -8,7 +8,7 @@ so copies have to be equal, which the same all-reduce checks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,26 +21,28 @@ from shardwise.errors import ConfigError, StateError, UsageError
 from shardwise.fsdp.engine import live_engines
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.roots import serve_others
+from shardwise.fsdp.unit import Unit
 
 
 def shards_of(params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return ``params``, whose gradients are clipped next; those of units that are unsharded as shards, which have these."""
     refuse_fixed_sums(params)
     serve_others(params)
-    shards = _shards_of_full()
+    shards = _by_form(lambda unit: unit.has_copies)
     return [shards[id(param)].sharded if id(param) in shards else param for param in params] if shards else params
 
 
-def _shards_of_full() -> dict[int, ShardedParam]:
+def _by_form(wants: Callable[[Unit], bool]) -> dict[int, ShardedParam]:
+    """Return the parameters of the units that ``wants`` accepts, by the ids of what may be registered of them."""
     # Most steps clip when every unit is sharded, and this is empty.
-    units = [unit for engine in live_engines for unit in engine.units if unit.has_copies]
-    return {id(form): p for unit in units for p in unit.params for form in (p.full, p.registered_form)}
+    units = [unit for engine in live_engines for unit in engine.units if wants(unit)]
+    return {id(form): p for unit in units for p in unit.params for form in (p.sharded, p.full, p.registered_form)}
 
 
 def refuse_full(params: Sequence[torch.Tensor]) -> None:
     """Raise StateError for full parameters of ``params``, which have no gradient to scale if their shards have one."""
     refuse_fixed_sums(params)
-    shards = _shards_of_full()
+    shards = _by_form(lambda unit: unit.has_copies)
     for p in (shards[id(param)] for param in params if param.grad is None and id(param) in shards):
         if p.sharded.grad is not None:
             raise StateError(
@@ -51,17 +53,16 @@ def refuse_full(params: Sequence[torch.Tensor]) -> None:
 
 def refuse_fixed_sums(params: Sequence[torch.Tensor]) -> None:
     """Raise UsageError if ``Reproducible`` sums the gradients of ``params``: the norm would be added in the order of ranks."""
-    units = [unit for engine in live_engines for unit in engine.units if unit.settings.sums is not None]
-    ids = {*map(id, params)} if units else set[int]()
-    for param in (param for unit in units for param in unit.params):
-        if not ids.isdisjoint(map(id, (param.sharded, param.full, param.registered_form))):
-            raise UsageError(
-                f"clip_grad_norm_: Reproducible sums the gradient of {param.fqn}, and this function adds norms in the order of "
-                "ranks, so that the bits depend on their number. Call fixed.clip_grad_norm_ of the Reproducible object"
-            )
+    fixed = _by_form(lambda unit: unit.settings.sums is not None)
+    for param in (fixed[id(param)] for param in params if id(param) in fixed):
+        raise UsageError(
+            f"clip_grad_norm_: Reproducible sums the gradient of {param.fqn}, and this function adds norms in the order of "
+            "ranks, so that the bits depend on their number. Call fixed.clip_grad_norm_ of the Reproducible object"
+        )
 
 
 _COPIES_DIFFER = 1e-5  # relative, of squares of powers of norms: copies differ by rounding alone
+Holders = DeviceMesh | dist.ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Part:
     """
 
     local: torch.Tensor
-    place: DeviceMesh | dist.ProcessGroup | None = None
+    place: Holders | None = None
     num_shards: int = 1
 
 
@@ -159,7 +160,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients in place so that their total norm is at most ``max_norm``, and return the norm before.
 
-    It takes DTensors on any meshes and plain parameters.  Ranks outside of a gradient's mesh, and all ranks of a plain one,
+    It takes DTensors on any meshes and plain parameters.  Holders outside of a gradient's mesh, and all ranks of a plain one,
     have copies of it.  If the meshes together span all ranks, or there is one 1-D mesh, the communication is one all-reduce of
     three numbers, and one for each smaller mesh.
 
@@ -207,26 +208,32 @@ def part_of(gradient: torch.Tensor) -> Part:
 
 
 def _power_over_ranks(parts: Sequence[Part], limit: Limit, device: torch.device) -> torch.Tensor:
-    groups = _groups(list(dict.fromkeys(part.place for part in parts if part.place is not None)))
-    num_ranks = math.prod(group.size() for group in groups)
-    by_share: dict[float, list[torch.Tensor]] = {}
+    alike: dict[tuple[Holders | None, int], list[torch.Tensor]] = {}
     for part in parts:
+        alike.setdefault((part.place, part.num_shards), []).append(part.local)
+    groups = _groups([*{place: None for place, _ in alike if place is not None}])
+    num_ranks = math.prod(group.size() for group in groups)
+    total = copied = nothing = limit.power([], device)
+    smaller: dict[Holders | None, torch.Tensor] = {}  # what further ranks are to have copies of
+    for (place, num_shards), tensors in alike.items():
+        power = limit.power(tensors, device)
         # Scale each copy of a shard by one over the number of copies, so that a sum over all ranks counts each shard once.
-        by_share.setdefault(1.0 if limit.is_max else part.num_shards / num_ranks, []).append(part.local)
-    total = limit.power([], device)
-    for share, tensors in by_share.items():
-        total = limit.plus(total, limit.power(tensors, device) * share)
+        total = limit.plus(total, power if limit.is_max else power * (num_shards / num_ranks))
+        if place is None or place.size() < num_ranks:
+            smaller[place] = limit.plus(smaller.get(place, nothing), power)
     if not groups:
         return total
+    for place, power in smaller.items():
+        for group in _groups_of(place):
+            power = sum_of(power, group, limit.is_max)
+        copied = limit.plus(copied, power)
     # What are copies is the same on all ranks, as its extremes show, or its squares: n * sum(q^2) is sum(q)^2 for n equal q.
-    copied = _copied(parts, limit, num_ranks, device)
     sums = torch.stack([total, copied, -copied if limit.is_max else copied**2])
     for group in groups:
         sums = sum_of(sums, group, limit.is_max)
     total, most, other = sums.unbind()
     spread = (most + other) ** 2 if limit.is_max else num_ranks * other - most**2
-    has_copies = any(part.place is None or part.place.size() < num_ranks for part in parts)  # the host waits only then
-    if has_copies and bool(spread > _COPIES_DIFFER * most**2):  # NaN is not
+    if smaller and bool(spread > _COPIES_DIFFER * most**2):  # the host waits only then; NaN is not
         raise ConfigError(
             "gradients that ranks are to have copies of, plain ones or those on a smaller mesh, differ between ranks. Average "
             "them first; parameters of which each rank has others (experts) need a mesh that contains all of these ranks "
@@ -235,23 +242,12 @@ def _power_over_ranks(parts: Sequence[Part], limit: Limit, device: torch.device)
     return total
 
 
-def _copied(parts: Sequence[Part], limit: Limit, num_ranks: int, device: torch.device) -> torch.Tensor:
-    """Return the power of the norm of all that further ranks, of ``num_ranks``, are to have copies of."""
-    total = limit.power([part.local for part in parts if part.place is None], device)
-    for place in dict.fromkeys(part.place for part in parts):
-        if place is not None and place.size() < num_ranks:
-            power = limit.power([part.local for part in parts if part.place == place], device)
-            for group in _groups_of(place):
-                power = sum_of(power, group, limit.is_max)
-            total = limit.plus(total, power)
-    return total
+def _groups_of(place: Holders | None) -> list[dist.ProcessGroup]:
+    groups = place.get_all_groups() if isinstance(place, DeviceMesh) else [] if place is None else [place]
+    return [each for each in groups if each.size() > 1]
 
 
-def _groups_of(place: DeviceMesh | dist.ProcessGroup) -> list[dist.ProcessGroup]:
-    return [each for each in (place.get_all_groups() if isinstance(place, DeviceMesh) else [place]) if each.size() > 1]
-
-
-def _groups(places: list[DeviceMesh | dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+def _groups(places: Sequence[Holders]) -> list[dist.ProcessGroup]:
     """Return the groups whose all-reduces, one after the other, sum over all ranks that have a part."""
     if not places:
         return []

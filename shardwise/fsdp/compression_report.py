@@ -63,10 +63,8 @@ _Coded = tuple[str, Unit, Compression]
 
 def report_of(model: nn.Module) -> tuple[UnitCompression, ...]:
     """Return the report of each unit of ``model`` with compression, on this rank; it synchronizes with an accelerator."""
-    coded = _compressed(model)
-    return tuple(
-        UnitCompression(path, _traffic(c.gathers, unit), _traffic(c.reductions, unit)) for path, unit, c in coded
-    )
+    rows = [(path, _traffic(c.gathers, unit), _traffic(c.reductions, unit)) for path, unit, c in _compressed(model)]
+    return tuple(UnitCompression(*row) for row in rows)
 
 
 def _traffic(meter: Meter, unit: Unit) -> CodedTraffic:
@@ -103,9 +101,7 @@ class CompressionState:
         found: dict[str, torch.Tensor] = {}
         for param, (name, unit, compression) in self._with_feedback():
             rows, axes = _rows(unit, compression, param), unit.settings.axes
-            is_summed = (
-                axes.num_replicas > 1
-            )  # replicas have a residual each; without, a rank has one for each rank's section
+            is_summed = axes.num_replicas > 1  # replicas have a residual each, other ranks one for each rank's section
             of = axes.mesh.get_group(axes.replicate_mesh_dim if is_summed else axes.shard_mesh_dim)
             total = sum_of(rows[0].clone(), of, is_max=False) if is_summed else sum_at_owners(rows, of)
             _place(unit, compression, param, total)

@@ -16,7 +16,6 @@ Ranks speak through one small all-reduce of a group of its own on the host, so t
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Container, Sequence
 from typing import Any, cast
 
@@ -26,22 +25,21 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from shardwise import torch_private
-from shardwise.collectives.routes import Handle, PassKind
+from shardwise.collectives.routes import PassKind
 from shardwise.consistency.process_groups import largest_words
 from shardwise.errors import StateError, TransportError
 from shardwise.formatting import format_ranks
-from shardwise.fsdp.full_buffer import FullBuffer
 from shardwise.fsdp.local_gradients import Gradients, add_gradients
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.waiting_gradients import waits_for_sync
 from shardwise.observe import Op, listeners
+from shardwise.plan.schedule import forward_of
 
 # ---- Serving other ranks.
 
 Ids = Container[int] | None
 _END = -(1 << 40)  # after the last collective of a schedule
-_MOST_GIVEN = 2  # gathers for the others alone whose buffers are allocated at once
 _BEGIN, _WITHIN = 1, 2  # what ranks speak about
 # The places of words in the vector that ranks exchange; the largest word of all ranks counts.
 _COUNT, _LESS_COUNT, _ABOUT, _LESS_ABOUT, _FORWARD, _BACKWARD, _SYNCS, _SYNCS_REPLICAS, _WAITS = range(9)
@@ -77,19 +75,17 @@ class Divergence:
         self.gathers, self.cursor = [_END], 0
         self._late: dict[Unit, Gradients] = {}
         self._used: set[ShardedParam] = set()
-        # Gathers that this rank has launched for the others alone, and the buffers for what it receives.
-        self._given: deque[tuple[Handle, Sequence[FullBuffer]]] = deque()
         self._planned: tuple[object, object] | None = None  # the plan and links for which units have their schedule
         self._left: list[int] = []  # ranks that have left a Join
         self._length = _NUM_FLAGS + 2 * len(self._units) + max(len(params), group.size())
 
     # ---- what ranks tell each other ----
 
-    def _exchange(self, about: int, flags: Sequence[int], places: Sequence[int] = (), waiting: int = 0) -> list[int]:
-        """Return the largest word of all ranks at each place; this rank says 1 at ``flags`` and ``places``."""
+    def _exchange(self, about: int, places: Sequence[int], waiting: int = 0) -> list[int]:
+        """Return the largest word of all ranks at each place; this rank says 1 at ``places``."""
         mine = torch.zeros(self._length, dtype=torch.int32, device="cpu")
         mine[_COUNT], mine[_LESS_COUNT], mine[_ABOUT], mine[_LESS_ABOUT] = self._count, -self._count, about, -about
-        mine[[*flags, *places]] = 1
+        mine[places] = 1
         mine[_WAITS] = waiting
         try:
             largest_words(mine, self.group)
@@ -130,16 +126,18 @@ class Divergence:
             self._engine.serve_pass(kind)
 
     def _begin_next(self, wanted: PassKind | None, is_active: bool, changed: Ids = None) -> PassKind | None:
-        flags = [_FORWARD] if wanted == "forward" else []
+        places = [_NUM_FLAGS + self.group.rank()] if is_active else []
+        places += [_FORWARD] if wanted == "forward" else []
         if wanted == "backward":
             syncing = [unit.policy for unit in self._units if unit.policy.sync]
-            flags = [_BACKWARD, *[_SYNCS] * bool(syncing), *[_SYNCS_REPLICAS] * any(e.syncs_replicas for e in syncing)]
-        places = [_NUM_FLAGS + self.group.rank()] if is_active else []
+            places += (
+                [_BACKWARD] + [_SYNCS] * bool(syncing) + [_SYNCS_REPLICAS] * any(e.syncs_replicas for e in syncing)
+            )
         # 1 + the place of a parameter, one of ``changed``, whose gradients wait on this rank; else 0.
         shown = [(param, mark) for unit in self._units for param, mark in unit.earlier.waiting.items()]
         waiting = [param for param, mark in shown if param.sharded.grad is mark]
         named = [1 + self._places[each] for each in waiting if changed is None or id(each.sharded) in changed]
-        said = self._exchange(_BEGIN, flags, places, max(named, default=0))
+        said = self._exchange(_BEGIN, places, max(named, default=0))
         # Each exchange says its number and its kind: a rank that has left a pass by an error would else be taken for one in it.
         self._count += 1
         self._syncs, self._engine.reductions.syncs_replicas = bool(said[_SYNCS]), bool(said[_SYNCS_REPLICAS])
@@ -167,7 +165,7 @@ class Divergence:
             for unit in self._units:
                 is_read = unit.memory.is_read_by_peers(links)  # without help of this rank
                 unit.engine_side.schedule = None if is_read else weakref.proxy(self)
-        units, begin = {unit.name: unit for unit in self._units}, plan.starts[len(plan.order.forward)]
+        units, begin = {unit.name: unit for unit in self._units}, plan.starts[len(forward_of(plan.order))]
         self.gathers, self.cursor = [], 0
         for call in plan.calls[:begin] if kind == "forward" else plan.calls[begin:]:
             unit = units[call.unit]
@@ -223,7 +221,6 @@ class Divergence:
         except BaseException:
             self._engine.reset()  # an exception here leaves no pass that the next exchange could go on with
             raise
-        self._drop_given(0)
         self.is_open = False
         if self._kind == "backward":
             # Parameters that have a gradient on no rank keep the ``.grad`` that they have: what was reduced of them are zeros.
@@ -236,7 +233,6 @@ class Divergence:
     def abort(self) -> None:
         """Leave a pass after a failure."""
         self.is_open = False
-        self._drop_given(0)
 
     def _round(self, gathers: Sequence[int]) -> list[int]:
         """Tell the other ranks what this one needs, and append to the schedule what any rank needs."""
@@ -245,7 +241,7 @@ class Divergence:
         places = [first + number for number in gathers]
         places += [second + unit.number for unit in self._late]
         places += [last + self._places[param] for param in self._used]
-        said = self._exchange(_WITHIN, [], places)
+        said = self._exchange(_WITHIN, places)
         gathers, sums = ([number for number in range(num) if said[begin + number]] for begin in (first, second))
         self.gathers[-1:] = [*gathers, *[~number for number in sums], _END]
         return said
@@ -268,16 +264,12 @@ class Divergence:
         if streams.are_concurrent:
             streams.gather.wait_current()
         given = unit.memory.give_shards()
-        if given is not None:
-            self._given.append(given)
         if listeners:
             unit.emit(Op.SERVE, unit.gather_staging[0])
-        self._drop_given(_MOST_GIVEN)
-
-    def _drop_given(self, most: int) -> None:
-        while len(self._given) > most:
-            # The oldest first: ranks launch in one order, so its peers have launched it, too.
-            handle, buffers = self._given.popleft()
+        if given is not None:
+            # Wait for it here, so that what this rank receives is freed at once: ranks launch in one order, so whatever keeps
+            # the others from this gather would keep them from the next one, too.
+            handle, buffers = given
             handle.cancel()
             for buffer in buffers:
                 buffer.drop()

@@ -18,7 +18,6 @@ from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import Unit
 from shardwise.observe import Op, begin, end, listeners, next_track, now, remember, thread, unit_in_words
 from shardwise.plan.schedule import (
-    ExecutionOrder,
     KnownPlans,
     MadeFrom,
     OrderEntry,
@@ -26,6 +25,7 @@ from shardwise.plan.schedule import (
     StepEvent,
     StepPlan,
     UnitFacts,
+    forward_of,
     in_module_order,
     plan_step,
 )
@@ -120,7 +120,7 @@ class ExecOrderTracker:
         if not self._follows_plan or self.plan is None:
             self._entries.append(OrderEntry(number, event))
             return ()
-        expected = self.plan.order.entries
+        expected = self.plan.order
         if position < len(expected):
             planned = expected[position]
             if planned.unit == number and planned.event is event:
@@ -183,14 +183,14 @@ class ExecOrderTracker:
 
     def has_planned_forward(self) -> bool:
         """Return True if the entries so far are the forward part of the plan."""
-        return self.plan is not None and self.plan.order.forward == tuple(self._entries)
+        return self.plan is not None and forward_of(self.plan.order) == tuple(self._entries)
 
     def replan(self) -> None:
         """Plan the next step like the one that has followed this order last time, or else like this one.
 
         Raises: DesyncError if ranks would plan different collectives.
         """
-        order = ExecutionOrder(tuple(self._entries))
+        order = tuple(self._entries)
         known = self.known.find(order, self._made_from(), self.plan)
         if known is None:
             known = self.known.add(plan_step(order, self.facts(), self.budget))

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from shardwise.layout import align, row_major
 
 ShapeAndDtype = tuple[tuple[int, ...], torch.dtype]
 _ALIGNMENT = 16  # bytes, of every input in the packed section
+_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 @dataclass(slots=True, eq=False)
@@ -57,8 +58,7 @@ class ExtensionParams:
     """
 
     def __init__(self, axes: MeshAxes, precision: MixedPrecisionPolicy, device: torch.device) -> None:
-        self._axes, self.num_shards, self._precision = axes, axes.num_shards, precision
-        self._device, self._on = device, device_of(device)
+        self._axes, self.num_shards, self._precision, self._device = axes, axes.num_shards, precision, device
         self.entries: list[_Extended] = []
         self.params: list[ShardedParam] = []
 
@@ -66,16 +66,9 @@ class ExtensionParams:
     def wants(param: ShardedParam) -> bool:
         """Return True if ``param`` cannot be in flat memory: the bytes of tensor subclasses are not those of the tensor.
 
-        Raises: LayoutError if the shard has one of the two extension methods alone.
+        A plain tensor that has one of the methods is gathered by them, too.
         """
-        local = torch_private.local_of(param.sharded)
-        before, after = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
-        if before != after:
-            raise LayoutError(
-                f"{param.fqn}: its tensor type {type(local).__name__} has "
-                f"{'fsdp_pre_all_gather' if before else 'fsdp_post_all_gather'} alone; define both or neither"
-            )
-        return before or type(local) not in (torch.Tensor, nn.Parameter)
+        return type(param.local) not in (torch.Tensor, nn.Parameter) or any(hasattr(param.local, e) for e in _METHODS)
 
     def adopt(self, params: list[ShardedParam]) -> None:
         """Manage ``params`` from now on."""
@@ -94,30 +87,28 @@ class ExtensionParams:
         return comm.all_gather(ends)
 
     def inputs_of(self, param: ShardedParam) -> tuple[list[torch.Tensor], Any]:
-        """Return the tensors of ``param`` to gather, on the device, and the metadata for ``fsdp_post_all_gather``."""
-        local = torch_private.local_of(param.sharded)
-        if not hasattr(local, "fsdp_pre_all_gather"):
-            return [local], None
-        function: Callable[..., Any] = local.fsdp_pre_all_gather  # pyright: ignore[reportAttributeAccessIssue]
-        shard_mesh = _shard_mesh(self._axes)
+        """Return the tensors of ``param`` to gather, on the device, and the metadata for ``fsdp_post_all_gather``.
+
+        Raises: LayoutError on every rank if its class lacks one of the methods.
+        """
+        if missing := [each for each in _METHODS if not hasattr(param.local, each)]:
+            raise LayoutError(
+                f"{param.fqn}: its tensor type {type(param.local).__name__} has no {' and no '.join(missing)}, so its bytes "
+                "cannot be gathered: define both on the type"
+            )
+        function: Callable[..., Any] = cast(Any, param.local).fsdp_pre_all_gather
+        shape, given = param.shard.shape, list[Any]([_shard_mesh(self._axes)])
+        if len(inspect.signature(function).parameters) > 1:
+            given += torch.Size(shape), row_major(shape), param.module(), self._precision
         with torch.no_grad():
-            if len(inspect.signature(function).parameters) == 1:
-                tensors, extra = function(shard_mesh)
-            else:
-                shape = param.shard.shape
-                outer = torch.Size(shape), row_major(shape), param.module()
-                tensors, extra = function(shard_mesh, *outer, self._precision)
-        return [_filled_up(self._on.fetch(tensor, tensor.dtype), param) for tensor in tensors], extra
+            tensors, extra = function(*given)
+        on = device_of(self._device)
+        return [_filled_up(on.fetch(tensor, tensor.dtype), param) for tensor in tensors], extra
 
     def complete(self, entry: _Extended, gathered: list[torch.Tensor], metadata: Any) -> None:
         """Build (first time) or refill the full parameter of ``entry`` from the gathered tensors."""
-        param, local = entry.param, torch_private.local_of(entry.param.sharded)
-        if not hasattr(local, "fsdp_post_all_gather"):
-            raise LayoutError(
-                f"{param.fqn}: tensor type {type(local).__name__} has no fsdp_pre_all_gather/fsdp_post_all_gather, "
-                "so its bytes cannot be gathered; define both on the type"
-            )
-        function: Callable[..., Any] = local.fsdp_post_all_gather  # pyright: ignore[reportAttributeAccessIssue]
+        param = entry.param
+        function: Callable[..., Any] = cast(Any, param.local).fsdp_post_all_gather
         outputs, dtype = tuple(gathered), param.dtype_of_full(self._precision)
         with torch.no_grad():
             if param.full is not None:
@@ -141,9 +132,8 @@ class ExtensionParams:
     def hold_outputs(self, entry: _Extended, shapes: list[ShapeAndDtype], pool: BufferPool) -> list[torch.Tensor]:
         """Return contiguous tensors for the gathered inputs, the same tensor objects in every step."""
         if [(tuple(tensor.shape), tensor.dtype) for _, tensor in entry.outputs] != shapes:
-            buffers = [FullBuffer(math.prod(shape), dtype, self._device) for shape, dtype in shapes]
-            pairs = zip(buffers, shapes, strict=True)
-            entry.outputs = [(buffer, buffer.hold(pool).view(shape)) for buffer, (shape, _) in pairs]
+            buffers = [(FullBuffer(math.prod(shape), dtype, self._device), shape) for shape, dtype in shapes]
+            entry.outputs = [(buffer, buffer.hold(pool).view(shape)) for buffer, shape in buffers]
         for buffer, _ in entry.outputs:
             buffer.hold(pool)
         return [tensor for _, tensor in entry.outputs]
@@ -179,20 +169,19 @@ class _MixedEnds:
             self._plain_shard = self._plain.shard()
             parts.insert(0, self._plain_shard)
         raw = [part.view(-1).view(torch.uint8) for part in parts]
-        return torch.cat([nn.functional.pad(each, (0, _aligned(each) - each.numel())) for each in raw])
+        return torch.cat([nn.functional.pad(each, (0, -each.numel() % _ALIGNMENT)) for each in raw])
 
     def deliver(self, packed: torch.Tensor) -> None:
-        sections = packed.view(self._owner.num_shards, -1)
-        start = 0
+        sections, start = packed.view(self._owner.num_shards, -1), 0
         if self._plain is not None:
-            raw = self._plain_shard.view(torch.uint8)
-            self._plain.deliver(sections[:, : raw.numel()].contiguous().view(-1).view(self._plain_shard.dtype))
-            start = _aligned(raw)
+            num_bytes = self._plain_shard.nbytes
+            self._plain.deliver(sections[:, :num_bytes].contiguous().view(-1).view(self._plain_shard.dtype))
+            start = align(num_bytes, _ALIGNMENT)
         for entry, (tensors, metadata) in zip(self._owner.entries, self._inputs, strict=True):
             shapes = [((sections.shape[0] * t.shape[0], *t.shape[1:]), t.dtype) for t in tensors]
             outputs = self._owner.hold_outputs(entry, shapes, self._pool)
             for tensor, output in zip(tensors, outputs, strict=True):
-                num_bytes = tensor.numel() * tensor.element_size()
+                num_bytes = tensor.nbytes
                 # Where the shard itself is sent, shards come together along its dim; they follow each other otherwise.
                 is_shard = tuple(tensor.shape) == entry.param.shard_shape
                 outer = max(entry.param.shard.outer, 1) if is_shard else 1
@@ -202,10 +191,6 @@ class _MixedEnds:
                     raw.transpose(0, 1).copy_(sent)
                 start += align(num_bytes, _ALIGNMENT)
             self._owner.complete(entry, outputs, metadata)
-
-
-def _aligned(raw: torch.Tensor) -> int:
-    return align(raw.numel(), _ALIGNMENT)
 
 
 def _filled_up(tensor: torch.Tensor, param: ShardedParam) -> torch.Tensor:

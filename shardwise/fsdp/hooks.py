@@ -24,8 +24,8 @@ from shardwise.errors import StateError
 from shardwise.fsdp.attachment import Attachment, attachment_of
 from shardwise.fsdp.backward import Place
 from shardwise.fsdp.engine import Engine, engine_of
-from shardwise.fsdp.equal_values import SHARES_BUFFERS
 from shardwise.fsdp.forward_graph import Begun, ForwardGraph
+from shardwise.fsdp.init_parameters import SHARES_BUFFERS
 from shardwise.fsdp.roots import live_engine
 from shardwise.fsdp.unit import is_in_backward
 from shardwise.observe import log_for_torch, logger

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -400,15 +400,6 @@ class FSDPModule(_Base):
         refuse_manual(enabled and engine.divergence is not None)
         engine.manual.set_on(enabled, engine.is_in_backward, bool(engine.reductions.deferred))
 
-    @overload
-    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
-
-    @overload
-    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
-
-    @overload
-    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
-
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce the remaining gradients and set ``.grad``; call it on every rank, after the last backward.
 
@@ -572,15 +563,13 @@ class FSDPModule(_Base):
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Run reduce-scatters on a separate process group, concurrently with all-gathers; call it on every rank of the mesh."""
         # NCCL runs the collectives of one group one after the other, also on several streams.
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for unit in self._units(recurse):
-            axes = unit.settings.axes
-            if axes.shard_mesh_dim is None:
-                continue
-            ranks = tuple(dist.get_process_group_ranks(axes.mesh.get_group(axes.shard_mesh_dim)))
-            if enable and ranks not in made:
-                made[ranks] = group_of(ranks)
-            unit.settings.custom.reduce_group = made[ranks] if enable else None
+        made: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+        for settings in [unit.settings for unit in self._units(recurse)]:
+            if settings.axes.shard_mesh_dim is not None:
+                group = settings.axes.mesh.get_group(settings.axes.shard_mesh_dim)
+                if enable and group not in made:
+                    made[group] = group_of(dist.get_process_group_ranks(group))
+                settings.custom.reduce_group = made.get(group)
         bind_units(self._engine())
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:

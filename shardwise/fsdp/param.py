@@ -76,9 +76,9 @@ _managed: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDict
 
 def manager_of(param: nn.Parameter | None) -> ShardedParam | None:
     """Return the managed parameter of which ``param`` is a form, or from which it was made; None if no unit has it."""
-    found = _managed.get(id(param))
-    is_its = found is not None and any(param is form for form in (found.sharded, found.full, found.original()))
-    return found if is_its else None
+    if (found := _managed.get(id(param))) is None or found.unit() is None:
+        return None
+    return found if any(param is form for form in (found.sharded, found.full, found.original())) else None
 
 
 class _Probe(torch.autograd.Function):

@@ -73,9 +73,11 @@ def new_engine(units: list[Unit], is_alone: bool = False) -> Engine:
         if device.type != "cpu":
             watch_device(device)
             engine.exec_order.compare_parameters()  # kernels of a gather whose sizes differ between ranks hang
-        coded = [(number, unit.settings.compression) for number, unit in enumerate(units)]
-        if policies := [f"unit {number}: {compression.policy}" for number, compression in coded if compression]:
-            check.check_facts("compression policies", policies)
+        coded = {number: each for number, unit in enumerate(units) if (each := unit.settings.compression) is not None}
+        if coded:
+            check.check_facts(
+                "compression policies", [f"unit {number}: {each.policy}" for number, each in coded.items()]
+            )
         set_divergence(engine, units[0].settings.may_diverge)
     return engine
 

@@ -19,8 +19,8 @@ from shardwise import torch_private
 from shardwise.arguments import check_kind, explains_arguments, explains_fields
 from shardwise.collectives.streams import Device, SideStream, device_of
 from shardwise.errors import ConfigError, StateError
+from shardwise.fsdp.api import blocks_of
 from shardwise.fsdp.hooks import dynamo_disabled
-from shardwise.fsdp.shard_model import blocks_of
 from shardwise.fsdp.unit import is_in_backward
 
 Choice = Literal["keep", "recompute", "offload"]

@@ -22,8 +22,8 @@ from shardwise.consistency.agreement import open_store_gather
 from shardwise.containers import tensors_in
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes, parse_size
+from shardwise.fsdp.api import blocks_of, memory_policies
 from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from shardwise.fsdp.shard_model import blocks_of, memory_policies
 from shardwise.offload.activations import ActivationPolicy, apply_activations
 from shardwise.offload.disk import DiskOffloadPolicy
 from shardwise.offload.optimizer import OffloadedStep, OptimizerOffload

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from shardwise.formatting import format_bytes
 
@@ -124,18 +124,12 @@ def group_blocks(children: Sequence[Child], min_unit_bytes: int) -> tuple[tuple[
     that size: as many units as possible, with equally many blocks if that suffices.  A run of neighbours that is
     smaller in total is one unit. Explicit units, large blocks and children that are not blocks end a run.
     """
-    blocks = {child.path for child in repeated_blocks(children)}
+    blocks = {child.path for child in repeated_blocks(children) if not child.is_explicit}
     groups: list[tuple[str, ...]] = []
-    run: list[Child] = []
-    for child in children:
-        if child.path in blocks and not child.is_explicit and child.num_bytes < min_unit_bytes:
-            run.append(child)
-            continue
-        groups += _cut(run, min_unit_bytes)
-        run = []
-        if child.path in blocks and not child.is_explicit:
-            groups.append((child.path,))
-    return (*groups, *_cut(run, min_unit_bytes))
+    for is_small, alike in groupby(children, lambda each: each.path in blocks and each.num_bytes < min_unit_bytes):
+        run = [*alike]
+        groups += _cut(run, min_unit_bytes) if is_small else [(each.path,) for each in run if each.path in blocks]
+    return tuple(groups)
 
 
 def _cut(run: Sequence[Child], min_unit_bytes: int) -> list[tuple[str, ...]]:

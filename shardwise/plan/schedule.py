@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import NamedTuple
 
 from shardwise.observe import Call, Op
 
 # ---- Bytes over a plan.
 
 
-def unsharded_bytes(calls: Iterable[Call], reductions_in_flight: int = 1) -> Iterator[int]:
-    """Yield, for each call, the peak bytes of staging buffers and full parameters.
+def peak_bytes(calls: Iterable[Call], reductions_in_flight: int = 1) -> int:
+    """Return the most bytes of staging buffers and full parameters that there are at once.
 
     ``reductions_in_flight``: how many reduce-scatter inputs may live at once.  Shards, gradients and optimizer states
     do not count, because they are constant during a step.
     """
-    live = 0
+    live = peak = 0
     staged: dict[str, Call] = {}
     reducing: list[int] = []
     for call in calls:
@@ -35,16 +36,11 @@ def unsharded_bytes(calls: Iterable[Call], reductions_in_flight: int = 1) -> Ite
             live -= sum(reducing)
             reducing.clear()
         elif call.op is Op.WAIT:  # full parameters, and the staging that is free as soon as they are copied out of it
-            launch = staged.pop(call.unit, None)
-            yield live if launch is not None and launch.in_place else live + call.num_bytes
-            live += call.num_bytes - (0 if launch is None else launch.num_bytes)
-            continue
-        yield live
-
-
-def peak_bytes(calls: Iterable[Call], reductions_in_flight: int = 1) -> int:
-    """Return the maximum of :func:`unsharded_bytes`."""
-    return max(unsharded_bytes(calls, reductions_in_flight), default=0)
+            launch = staged.pop(call.unit)
+            peak = max(peak, live if launch.in_place else live + call.num_bytes)
+            live += call.num_bytes - launch.num_bytes
+        peak = max(peak, live)
+    return peak
 
 
 # ---- The policy of a unit for its parameters and gradients: values, replaced as a whole, never changed in place.
@@ -97,34 +93,30 @@ class StepEvent(str, Enum):
 FORWARD = (StepEvent.PRE_FORWARD, StepEvent.POST_FORWARD)
 
 
-@dataclass(frozen=True, slots=True)
-class OrderEntry:
+class OrderEntry(NamedTuple):
     """The step reached ``event`` of unit number ``unit``."""
 
     unit: int
     event: StepEvent
 
 
-@dataclass(frozen=True, slots=True)
-class ExecutionOrder:
-    """All entries of one step: one forward of the root and its backward, if there was one."""
+# All entries of one step: one forward of the root and its backward, if there was one.
+ExecutionOrder = tuple[OrderEntry, ...]
 
-    entries: tuple[OrderEntry, ...]
 
-    @property
-    def forward(self) -> tuple[OrderEntry, ...]:
-        """The entries of the forward part."""
-        return tuple(entry for entry in self.entries if entry.event in FORWARD)
+def forward_of(order: ExecutionOrder) -> ExecutionOrder:
+    """Return the entries of the forward part."""
+    return tuple(entry for entry in order if entry.event in FORWARD)
 
 
 def in_module_order(num_units: int) -> ExecutionOrder:
     """Return the order of a step that runs every unit once, as its module lies in the root, which is unit 0."""
-    event, inner = StepEvent, range(1, num_units)
-    forward = [(unit, each) for unit in inner for each in (event.PRE_FORWARD, event.POST_FORWARD)]
-    backward = [(unit, each) for unit in reversed(inner) for each in (event.PRE_BACKWARD, event.POST_BACKWARD)]
-    entries = [(0, event.PRE_FORWARD), *forward, (0, event.POST_FORWARD)]
-    entries += [(0, event.PRE_BACKWARD), *backward, (0, event.POST_BACKWARD)]
-    return ExecutionOrder(tuple([OrderEntry(*each) for each in entries]))
+    entries: list[OrderEntry] = []
+    backward, inner = (StepEvent.PRE_BACKWARD, StepEvent.POST_BACKWARD), range(1, num_units)
+    for (begin, end), units in ((FORWARD, inner), (backward, reversed(inner))):
+        within = [OrderEntry(unit, event) for unit in units for event in (begin, end)]
+        entries += [OrderEntry(0, begin), *within, OrderEntry(0, end)]
+    return tuple(entries)
 
 
 # ---- Buckets: which gradients of a unit that is alone share a collective, if they are only summed over replicas.
@@ -260,12 +252,17 @@ class _Simulation:
 
     Each branch of :meth:`entry` is the engine's method for that event, reduced to its calls: change both together.
     ``tests/inproc/test_any_rank.py`` compares them.
+
+    Args:
+        num_bytes: the limit with which more units than ``depth`` of ``budget`` are unsharded ahead; -1: no more.
     """
 
-    def __init__(self, order: ExecutionOrder, units: Sequence[UnitFacts], budget: PrefetchBudget) -> None:
-        self.order, self.units, self.budget = order, units, budget
+    def __init__(
+        self, order: ExecutionOrder, units: Sequence[UnitFacts], budget: PrefetchBudget, num_bytes: int
+    ) -> None:
+        self.order, self.units, self.budget = order, units, replace(budget, num_bytes=num_bytes)
         self.calls: list[Call] = []
-        self.prefetches: list[tuple[int, ...]] = [()] * len(order.entries)
+        self.prefetches: list[tuple[int, ...]] = [()] * len(order)
         self.starts: list[int] = []
         self.holders = [0] * len(units)
         self.is_gathering, self.is_full, self.in_backward = set[int](), set[int](), set[int]()
@@ -291,28 +288,27 @@ class _Simulation:
             self.call(Op.RESHARD, unit, self.units[unit].full_bytes)
 
     def upcoming(self, position: int, event: StepEvent) -> list[int]:
-        """Return the next units that reach ``event`` and are not full, up to the budget."""
+        """Return the next units that reach ``event`` and are not full, as many as depth and limit allow."""
         found: list[int] = []
         is_forward = event is StepEvent.PRE_FORWARD
-        for entry in self.order.entries[position + 1 :]:
-            is_enough = len(found) >= self.budget.depth
-            if (is_enough and self.budget.num_bytes is None) or (is_forward and entry.event is StepEvent.PRE_BACKWARD):
+        for unit, reached in self.order[position + 1 :]:
+            if is_forward and reached is StepEvent.PRE_BACKWARD:
                 break
-            is_wanted = entry.event is event and (is_forward or self.units[entry.unit].policy.unshard_in_backward)
-            if is_wanted and entry.unit not in self.is_full and entry.unit not in found:
-                if is_enough and not self.is_within_budget([*found, entry.unit], event):
+            is_wanted = reached is event and (is_forward or self.units[unit].policy.unshard_in_backward)
+            if is_wanted and unit not in self.is_full and unit not in found:
+                if len(found) >= self.budget.depth and self.exceeds([*found, unit], event):
                     break
-                found.append(entry.unit)
+                found.append(unit)
         return found
 
-    def is_within_budget(self, prefetches: Sequence[int], event: StepEvent) -> bool:
-        """Return True if nothing exceeds the budget once ``prefetches`` are full in addition to what is full now."""
+    def exceeds(self, prefetches: Sequence[int], event: StepEvent) -> bool:
+        """Return True if the limit is exceeded once ``prefetches`` are full in addition to what is full now."""
         held = sum(self.units[unit].full_bytes for unit in self.is_full)
         for facts in (self.units[unit] for unit in self.is_gathering.union(prefetches)):
             held += facts.gather_bytes + (0 if facts.in_place else facts.full_bytes)
         if event is StepEvent.PRE_BACKWARD:
             held += self.budget.max_reductions * max(facts.reduce_bytes for facts in self.units)
-        return held <= (self.budget.num_bytes or 0)
+        return held > (self.budget.num_bytes or 0)
 
     def prefetch(self, position: int, explicit: tuple[int, ...] | None, event: StepEvent) -> None:
         wanted = self.upcoming(position, event) if explicit is None else explicit
@@ -321,13 +317,12 @@ class _Simulation:
             self.unshard(member)
         self.prefetches[position] = tuple(chosen)
 
-    def plan(self) -> StepPlan:
-        for position, entry in enumerate(self.order.entries):
+    def plan(self, made_from: MadeFrom) -> StepPlan:
+        for position, (unit, event) in enumerate(self.order):
             self.starts.append(len(self.calls))
-            self.entry(position, entry.unit, entry.event)
+            self.entry(position, unit, event)
         self.starts.append(len(self.calls))
         self.calls += [Call(Op.COMMIT, call.unit) for call in self.calls if call.op is Op.REDUCE]
-        made_from = self.budget, tuple(facts.policy for facts in self.units)
         return StepPlan(self.order, tuple(self.calls), tuple(self.prefetches), tuple(self.starts), made_from)
 
     def entry(self, position: int, unit: int, event: StepEvent) -> None:
@@ -372,17 +367,18 @@ def plan_step(order: ExecutionOrder, units: Sequence[UnitFacts], budget: Prefetc
         units: facts of every unit, by number.
         budget: how far ahead of their use they may be unsharded.
     """
-    plan = _Simulation(order, units, replace(budget, num_bytes=None)).plan()
+    made_from = budget, tuple(facts.policy for facts in units)
+    plan = _Simulation(order, units, budget, num_bytes=-1).plan(made_from)
     if budget.num_bytes is None:
         return plan
-    plan = replace(plan, made_from=(budget, plan.made_from[1]))
     bound = limit = max(budget.num_bytes, peak_bytes(plan.calls, budget.max_reductions))
     for _ in range(_TRIES):
-        found = _Simulation(order, units, replace(budget, num_bytes=limit)).plan()
-        peak = peak_bytes(found.calls, budget.max_reductions)
-        if peak <= bound:
-            return replace(found, made_from=plan.made_from, ahead_bytes=bound)
-        limit -= peak - bound
+        found = _Simulation(order, units, budget, limit).plan(made_from)
+        excess = peak_bytes(found.calls, budget.max_reductions) - bound
+        if excess <= 0:
+            plan = found
+            break
+        limit -= excess
     return replace(plan, ahead_bytes=bound)
 
 
@@ -415,7 +411,7 @@ class KnownPlans:
     def find_branch(self, begun: Sequence[OrderEntry], made_from: MadeFrom) -> KnownPlan | None:
         """Return the newest plan that begins with the entries ``begun``."""
         found = (each for each in reversed(self._known) if each.plan.made_from == made_from)
-        return next((each for each in found if each.plan.order.entries[: len(begun)] == tuple(begun)), None)
+        return next((each for each in found if each.plan.order[: len(begun)] == tuple(begun)), None)
 
     def add(self, plan: StepPlan) -> KnownPlan:
         """Keep a plan, in place of the oldest one if there are too many."""

@@ -32,8 +32,8 @@ from shardwise import torch_private
 from shardwise.collectives.owned import plain_parts
 from shardwise.containers import tensors_in
 from shardwise.errors import ConfigError
+from shardwise.fsdp.api import families_of
 from shardwise.fsdp.mesh import Strategy
-from shardwise.fsdp.shard_model import families_of
 from shardwise.one_host import resident_bytes
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, Child, group_blocks
 from shardwise.plan.schedule import StepEvent

@@ -46,7 +46,7 @@ from shardwise.collectives.routes import check_transport
 from shardwise.consistency.failure_report import naming_lost_peers
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes
-from shardwise.fsdp.shard_model import blocks_of as repeated_blocks_of
+from shardwise.fsdp.api import blocks_of as repeated_blocks_of
 from shardwise.recipes.config import ModelShape, TrainConfig, data_ranks, microbatches_per_rank
 from shardwise.recipes.data import first_line
 from shardwise.recipes.gpt import GPT, Experts, GPTBlock, logits_of

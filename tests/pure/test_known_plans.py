@@ -21,7 +21,7 @@ MADE_FROM = (PrefetchBudget(), POLICIES)
 def order_of(*units: int) -> ExecutionOrder:
     inward = [OrderEntry(unit, event) for unit in units for event in (StepEvent.PRE_FORWARD, StepEvent.POST_FORWARD)]
     backward = (StepEvent.PRE_BACKWARD, StepEvent.POST_BACKWARD)
-    return ExecutionOrder((*inward, *[OrderEntry(unit, event) for unit in reversed(units) for event in backward]))
+    return (*inward, *[OrderEntry(unit, event) for unit in reversed(units) for event in backward])
 
 
 def plan_of(*units: int) -> StepPlan:
@@ -50,8 +50,8 @@ def test_an_order_is_found_again_with_the_same_policies_alone() -> None:
     assert known.find(order_of(0, 1), MADE_FROM, plan.plan) is plan
     assert known.find(order_of(0, 2), MADE_FROM, plan.plan) is None
     assert known.find(order_of(0, 1), (PrefetchBudget(), POLICIES[:2]), None) is None
-    assert known.find_branch(order_of(0, 1).entries[:3], MADE_FROM) is plan
-    assert known.find_branch(order_of(1).entries[:1], MADE_FROM) is None
+    assert known.find_branch(order_of(0, 1)[:3], MADE_FROM) is plan
+    assert known.find_branch(order_of(1)[:1], MADE_FROM) is None
 
 
 def test_of_many_orders_the_newest_are_kept() -> None:
