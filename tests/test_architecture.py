@@ -337,7 +337,7 @@ BUDGETS = {
     "consistency": 1819,  # issue 49: what hosts of an elastic run exchange
     "planner": 1454,  # issue 48: 65 for what a rank measures, blocks that keep activations, and your optimizer's state
     "optim": 1661,
-    "zero": 1025,
+    "zero": 977,
     "cli": 1314,  # of which 48 and 49 about 160, 59 and 60 about 65
     "(top)": 1945,  # with testing; of it transaction.py is 468, reference.py is 177 and containers.py, once in fsdp, 136
     "elastic": 1001,  # issue 61, of which under torchrun 173
