@@ -80,10 +80,15 @@ def _stopped_in_words(ended: Ended) -> str:
 def _explain(failure: FailedRank, run: Path | None) -> int:
     if failure.code in _SAID:  # that rank has said why
         return EXIT_FAILED if failure.code == EXIT_FINAL else failure.code
-    print(f"shardwise: error: {describe(failure)}; all ranks have been stopped", file=sys.stderr)
-    if run is not None and any((run / BLACK_BOX).glob(PATTERN)):
-        print(f"shardwise: what each rank did last: shardwise diagnose {run}", file=sys.stderr)
+    _report(failure, run, None if run is None else run / BLACK_BOX)
     return EXIT_FAILED
+
+
+def _report(failure: FailedRank, folder: Path | None, records: Path | None) -> None:
+    """Say which rank failed, and how to read ``records``, if there are any: those of ``folder``."""
+    print(f"shardwise: error: {describe(failure)}; all ranks have been stopped", file=sys.stderr)
+    if records is not None and any(records.glob(PATTERN)):
+        print(f"shardwise: what each rank did last: shardwise diagnose {folder}", file=sys.stderr)
 
 
 # ---- ``shardwise train --max-restarts N``: ranks that failed are started again, from the newest checkpoint that
@@ -121,6 +126,29 @@ class RestartPolicy:
     num_spares: int | None = None
     stuck_s: float = STUCK_S
 
+    def check(self, nproc: int) -> None:
+        """Refuse a start on ``nproc`` ranks that are too few.  Raises: ConfigError."""
+        if self.min_nproc is not None and self.min_nproc > nproc:
+            raise ConfigError(f"--min-nproc is {self.min_nproc}, expected at most the {nproc} rank(s) of the start.")
+
+
+def read_terms(given: Mapping[str, Any]) -> RestartPolicy:
+    """Return what :data:`LAUNCH_OPTIONS` say; an option that was not given is missing or None.  Raises: ConfigError."""
+    found = {name: value for name, value in given.items() if value is not None}
+    most, least, is_elastic = found.get("max_restarts", 0), found.get("min_nproc"), found.get("elastic", False)
+    spares, stuck_s, leave_s = found.get("spares", 0), found.get("stuck_after", STUCK_S), found.get("leave_s", LEAVE_S)
+    for option, number in (("--max-restarts", most), ("--spares", spares)):
+        if number < 0:
+            raise ConfigError(f"{option} is {number}, expected at least 0.")
+    for option, seconds in (("--leave-s", leave_s), ("--hang-after", stuck_s)):
+        if not 0 <= seconds < float("inf"):
+            raise ConfigError(f"{option} is {seconds}, expected 0 or more seconds.")
+    if not is_elastic and (spares or "stuck_after" in found):
+        raise ConfigError("--spares and --hang-after need --elastic.")
+    if least is not None and (least < 1 or not (most or is_elastic)):
+        raise ConfigError(f"--min-nproc is {least}, expected at least 1, together with --max-restarts or --elastic.")
+    return RestartPolicy(most, least, leave_s, spares if is_elastic else None, stuck_s)
+
 
 def launch_ranks(
     folder: Path | None, config: TrainConfig, terms: RestartPolicy, nproc: int, device_type: str, words: Sequence[str]
@@ -156,16 +184,17 @@ def launch_ranks(
             print(f"shardwise: restart {number} of {terms.max_restarts}, on {nproc} rank(s)", file=sys.stderr)
 
 
-def launch_elastic(terms: ElasticTerms, words: Sequence[str], leave_s: float) -> int:
+def launch_elastic(terms: RestartPolicy, nproc: int, words: Sequence[str]) -> int:
     """Run the command in processes that outlive each other; return the exit code."""
     program = UserProgram("module", (COMMAND[1], *words), told={LAUNCHER_VARIABLE: os.getpid()})
-    code = _run_elastic(program, terms, leave_s)
+    code = _run_elastic(program, terms, nproc)
     return EXIT_FAILED if code == EXIT_FINAL else code
 
 
-def _run_elastic(program: UserProgram, terms: ElasticTerms, leave_s: float) -> int:
+def _run_elastic(program: UserProgram, terms: RestartPolicy, nproc: int) -> int:
+    members = ElasticTerms(nproc, terms.num_spares or 0, terms.max_restarts, terms.min_nproc or 1, terms.stuck_s)
     try:
-        return _run(replace(program, supervise=partial(Launcher, terms)), terms.num_ranks, 0, leave_s)
+        return _run(replace(program, supervise=partial(Launcher, members)), nproc, 0, terms.leave_s)
     except RankError as error:
         print(f"shardwise: error: {error}", file=sys.stderr)
         return EXIT_FAILED
@@ -255,7 +284,7 @@ def add_run_arguments(commands: Any) -> None:
     rows += [("-m --module", "run the module of this name in place of a script", SWITCH), _PROGRAM]
     parser = add_command(commands, "run", ("start your own script on several ranks of this host", described), rows)
     parser.usage = "shardwise run [-n N] [--max-restarts K] [--] SCRIPT ARGS ... | -m MODULE ARGS ..."
-    parser.set_defaults(max_restarts=0, leave_s=LEAVE_S, spares=0, min_nproc=1, nnodes="1")
+    parser.set_defaults(nnodes="1")
 
 
 def run_run(arguments: argparse.Namespace) -> int:
@@ -266,13 +295,11 @@ def run_run(arguments: argparse.Namespace) -> int:
     nproc = torch.cuda.device_count() or _CPU_RANKS if arguments.nproc is None else int(arguments.nproc)
     if nproc < 1:
         raise ConfigError(f"-n is {nproc}, expected at least 1.")
-    if arguments.max_restarts < 0:
-        raise ConfigError(f"--max-restarts is {arguments.max_restarts}, expected at least 0.")
-    check_leave(arguments.leave_s)
+    terms = read_terms(vars(arguments))
     if arguments.nnodes != "1" or arguments.node_rank is not None or arguments.rdzv_endpoint is not None:
         raise ConfigError(
             f"shardwise run starts the ranks of one host; for several, run this on each of them: "
-            f"{shlex.join(_torchrun_words(arguments, nproc, words))}"
+            f"{shlex.join(_torchrun_words(arguments, terms.max_restarts, nproc, words))}"
         )
     if not arguments.module and not Path(words[0]).exists():
         raise ConfigError(f"{words[0]}: no such script.")
@@ -280,23 +307,17 @@ def run_run(arguments: argparse.Namespace) -> int:
         where = "one for each GPU" if torch.cuda.device_count() else "no GPU found"
         print(f"shardwise: {nproc} ranks ({where}; -n N changes it)", file=sys.stderr)
     program = UserProgram("module" if arguments.module else "script", tuple(words))
-    if not arguments.elastic:
-        if arguments.spares or arguments.min_nproc != 1 or arguments.stuck_after is not None:
-            raise ConfigError("--spares, --min-nproc and --hang-after need --elastic.")
-        return _run(program, nproc, arguments.max_restarts, arguments.leave_s)
-    if arguments.spares < 0 or not 1 <= arguments.min_nproc <= nproc:
-        raise ConfigError(
-            f"--spares is {arguments.spares}, expected at least 0; --min-nproc is {arguments.min_nproc}, expected 1 to {nproc}."
-        )
-    stuck_s = read_stuck(arguments.stuck_after)
-    terms = ElasticTerms(nproc, arguments.spares, arguments.max_restarts, arguments.min_nproc, stuck_s)
-    return _run_elastic(program, terms, arguments.leave_s)
+    if terms.num_spares is not None:
+        terms.check(nproc)
+        return _run_elastic(program, terms, nproc)
+    if terms.min_nproc is not None:
+        raise ConfigError("--min-nproc needs --elastic.")
+    return _run(program, nproc, terms.max_restarts, terms.leave_s)
 
 
-def _torchrun_words(arguments: argparse.Namespace, nproc: int, words: Sequence[str]) -> list[str]:
+def _torchrun_words(arguments: argparse.Namespace, restarts: int, nproc: int, words: Sequence[str]) -> list[str]:
     """Return the command that starts ``words`` on several hosts."""
     hosts: str = arguments.nnodes if arguments.nnodes != "1" else "2"
-    restarts: int = arguments.max_restarts
     if arguments.elastic and ":" not in hosts:
         hosts, restarts = f"1:{hosts}", restarts or _HOSTS_RESTARTS
     command = ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"] * bool(arguments.elastic)
@@ -304,19 +325,6 @@ def _torchrun_words(arguments: argparse.Namespace, nproc: int, words: Sequence[s
     command += ["--max-restarts", str(restarts)] if restarts else []
     endpoint = arguments.rdzv_endpoint or "FIRST_HOST:29400"
     return [*command, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *["-m"] * arguments.module, *words]
-
-
-def read_stuck(given: float | None) -> float:
-    """Return ``--hang-after``, or its default.  Raises: ConfigError unless it is a limit, or 0 for none."""
-    if given is not None and not 0 <= given < float("inf"):
-        raise ConfigError(f"--hang-after is {given}, expected 0 or more seconds.")
-    return STUCK_S if given is None else given
-
-
-def check_leave(leave_s: float) -> None:
-    """Raise ConfigError unless ``leave_s`` is a limit."""
-    if not 0 <= leave_s < float("inf"):
-        raise ConfigError(f"--leave-s is {leave_s}, expected 0 or more seconds.")
 
 
 def _run(program: UserProgram, nproc: int, max_restarts: int, leave_s: float) -> int:
@@ -338,9 +346,7 @@ def _conclude(outcome: ProgramOutcome, received: Sequence[int]) -> int:
     failure = outcome.failure
     if failure is None:
         return 0
-    print(f"shardwise: error: {describe(failure)}; all ranks have been stopped", file=sys.stderr)
-    if any(outcome.records.glob(PATTERN)):
-        print(f"shardwise: what each rank did last: shardwise diagnose {outcome.records}", file=sys.stderr)
+    _report(failure, outcome.records, outcome.records)
     return failure.code if failure.code > 0 else 128 - failure.code
 
 

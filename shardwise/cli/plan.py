@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +28,7 @@ from shardwise.planner.hardware import (
 )
 from shardwise.recipes.config import NUM_BYTES, PRESETS, TrainConfig, microbatches_per_rank, refuse_beside
 from shardwise.recipes.gpt import GPT, LLAMAS, Llama
-from shardwise.recipes.sharding import HEADS, LLAMA_HEADS, build_own
+from shardwise.recipes.sharding import HEADS, LLAMA_HEADS, build_own, named
 from shardwise.reproducible.tree import BatchPlace
 from shardwise.safe_files import replace_file
 
@@ -210,12 +207,6 @@ def _tensor_plan_of(arguments: argparse.Namespace) -> Mapping[str, ParallelStyle
 
 def _named(source: str, option: str, expected: str) -> Any:
     """Return what MODULE:NAME names.  Raises: ConfigError."""
-    module, _, name = source.partition(":")
-    if not name:
+    if not source.partition(":")[2]:
         raise ConfigError(f"{option} is {source!r}, expected MODULE:{expected}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{option} {source}: {error}") from error
+    return named(source, option)

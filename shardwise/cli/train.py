@@ -16,11 +16,11 @@ import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -43,19 +43,16 @@ from shardwise.cli import (
 )
 from shardwise.cli.local_ranks import (
     LAUNCH_OPTIONS,
-    LEAVE_S,
     RestartPolicy,
     attempt_from,
-    check_leave,
     job_of,
     launch_elastic,
     launch_ranks,
-    read_stuck,
+    read_terms,
 )
 from shardwise.collectives.streams import watch_device
 from shardwise.consistency.process_groups import check_peers
 from shardwise.consistency.store import default_store, wait_until
-from shardwise.elastic.launcher import ElasticTerms
 from shardwise.elastic.membership import VARIABLE
 from shardwise.errors import ConfigError, DesyncError, ShardwiseError, TransportError, did_you_mean
 from shardwise.formatting import format_bytes, plain
@@ -82,7 +79,7 @@ from shardwise.recipes.run_folder import (
     tokenizer_of,
     with_overrides,
 )
-from shardwise.recipes.sharding import RunRanks, check_memory
+from shardwise.recipes.sharding import RunRanks, check_memory, check_module
 
 # ---- SIGTERM and Ctrl-C while a run trains: the first asks it to save and leave, the second ends it at once.
 
@@ -143,7 +140,7 @@ def add_train_arguments(commands: Any) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    for title, rows in (("model", _MODEL), ("training", _training_options()), ("run", _RUN)):
+    for title, rows in (("model", _MODEL), ("training", _options_of(TrainConfig)), ("run", _RUN)):
         add_options(parser.add_argument_group(title), rows)
 
 
@@ -157,21 +154,6 @@ def with_config_file(arguments: argparse.Namespace, words: Sequence[str]) -> lis
     return ["train", *config_words(Path(given["config"]), resumes="resume" in given), *words[1:], "--config="]
 
 
-_MODEL: tuple[Row, ...] = (
-    ("--model", "a preset of sizes (default: tiny)", {"dest": "preset", "choices": tuple(PRESETS)}),
-    (
-        "--model-from",
-        "train the model that this function returns: int64 tokens (batch, seq) to logits (batch, seq, vocabulary); it is given "
-        "vocabulary and context if it has such parameters (default: shardwise's own GPT)",
-        {"metavar": "MODULE:FUNCTION"},
-    ),
-    ("--layers", "number of blocks", COUNT),
-    ("--width", "features per position; divisible by --heads", COUNT),
-    ("--heads", "attention heads", COUNT),
-    ("--context", "bytes, or tokens, that the model sees at once", COUNT),
-    ("--experts", "make the MLP of every block a mixture of N experts, each a unit (default: 0)", COUNT),
-    ("--top-k", "experts that each position uses (default: 1)", COUNT),
-)
 _KINDS: Mapping[type, Mapping[str, Any]] = {  # of options, by the type of their defaults
     bool: {"action": argparse.BooleanOptionalAction},
     int: {"type": int, "metavar": "N"},
@@ -181,17 +163,27 @@ _KINDS: Mapping[type, Mapping[str, Any]] = {  # of options, by the type of their
 }
 
 
-def _training_options() -> Iterator[Row]:
-    """Yield the fields of TrainConfig."""
-    for each in fields(TrainConfig):
+def _options_of(kind: type[TrainConfig | ModelShape]) -> Iterator[Row]:
+    """Yield the options that are fields of ``kind``."""
+    for each in fields(kind):
         if "text" in each.metadata:
             text, value = each.metadata["text"], cast(Any, each.default)
             more = SIZE if each.name == "min_unit_bytes" else each.metadata["more"]
-            if "(default: " not in text:
+            if "(default: " not in text and value is not MISSING:
                 text += f" (default: {'off' if value is False else format_size(value) if more is SIZE else value})"
-            yield f"--{each.name.replace('_', '-')}", text, {**_KINDS[type(value)], **more}
+            yield f"--{each.name.replace('_', '-')}", text, {**_KINDS.get(type(value), COUNT), **more}
 
 
+_MODEL: tuple[Row, ...] = (
+    ("--model", "a preset of sizes (default: tiny)", {"dest": "preset", "choices": tuple(PRESETS)}),
+    (
+        "--model-from",
+        "train the model that this function returns: int64 tokens (batch, seq) to logits (batch, seq, vocabulary); it is given "
+        "vocabulary and context if it has such parameters (default: shardwise's own GPT)",
+        {"metavar": "MODULE:FUNCTION"},
+    ),
+    *_options_of(ModelShape),
+)
 _RUN: tuple[Row, ...] = (
     ("--config", "read options from this .toml file; options given beside it win", {"metavar": "FILE"}),
     ("--print-config", "print all options as TOML, and stop", SWITCH),
@@ -224,7 +216,9 @@ def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, 
     """Turn parsed options into a checked request.  Raises: ConfigError."""
     given: dict[str, Any] = dict(vars(arguments))
     launched_ranks = _launched_ranks(environment)
-    terms = _read_terms(given, environment)
+    terms = read_terms(given)
+    if terms.max_restarts and "RANK" in environment and LAUNCHER_VARIABLE not in environment:
+        raise ConfigError("--max-restarts: these ranks were started by another launcher. Give the option to torchrun.")
     out, resume = (None if given.get(name) is None else Path(given[name]) for name in ("out", "resume"))
     records, other = given.get("record_digests", False), given.get("compare_with")
     start = Start(
@@ -272,25 +266,6 @@ def _check_fit(given: Mapping[str, Any], config: TrainConfig) -> None:
         f"--shard {config.shard}": config.shard not in ("zero3", "zero2") and unplanned,
     }
     refuse_beside("--memory", others)
-
-
-def _read_terms(given: Mapping[str, Any], environment: Mapping[str, str]) -> RestartPolicy:
-    most, least = given.get("max_restarts", 0), given.get("min_nproc")
-    if most < 0:
-        raise ConfigError(f"--max-restarts is {most}, expected 0 or more.")
-    spares, is_elastic = given.get("spares", 0), given.get("elastic", False)
-    if spares < 0 or (spares and not is_elastic):
-        raise ConfigError(f"--spares is {spares}, expected at least 0, together with --elastic.")
-    stuck_s = read_stuck(given.get("stuck_after"))
-    if "stuck_after" in given and not is_elastic:
-        raise ConfigError("--hang-after needs --elastic.")
-    if least is not None and (least < 1 or not (most or is_elastic)):
-        raise ConfigError(f"--min-nproc is {least}, expected at least 1, together with --max-restarts or --elastic.")
-    if most and "RANK" in environment and LAUNCHER_VARIABLE not in environment:
-        raise ConfigError("--max-restarts: these ranks were started by another launcher. Give the option to torchrun.")
-    leave_s = given.get("leave_s", LEAVE_S)
-    check_leave(leave_s)
-    return RestartPolicy(most, least, leave_s, spares if is_elastic else None, stuck_s)
 
 
 def _restarted(start: Start, environment: Mapping[str, str]) -> Start:
@@ -521,8 +496,6 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
                 _check_restarted(request)
         return run_rank(request, device_type, os.environ)
     if request.config.model_from is not None:
-        from shardwise.recipes.sharding import check_module
-
         check_module(request.config.model_from)
     nproc = request.nproc or default_nproc(device_type)
     if device_type == "cuda" and nproc > torch.cuda.device_count():
@@ -540,27 +513,18 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
         return plan_training(request.config, nproc, device_type, request.terms.num_spares is not None)
     _check_memory(request, device_type, nproc, nproc)
     check_start(request.start, request.config)
-    if request.terms.min_nproc is not None and request.terms.min_nproc > nproc:
-        raise ConfigError(
-            f"--min-nproc is {request.terms.min_nproc}, expected at most the {nproc} rank(s) of the start."
-        )
+    request.terms.check(nproc)
     folder = request.start.resume or request.start.out
     if request.terms.num_spares is not None:
-        return _run_elastic(request, request.terms.num_spares, nproc, words)
+        _check_elastic(request)
+        if request.start.resume is None:
+            words = [*words, "--out", str(new_folder(request.start.out).absolute())]
+        return launch_elastic(request.terms, nproc, words)
     if request.terms.max_restarts:
         folder = request.start.resume or new_folder(request.start.out)
     elif nproc == 1:
         return run_rank(request, device_type, os.environ)
     return launch_ranks(folder, request.config, request.terms, nproc, device_type, words)
-
-
-def _run_elastic(request: TrainRequest, num_spares: int, nproc: int, words: Sequence[str]) -> int:
-    start, terms = request.start, request.terms
-    _check_elastic(request)
-    if start.resume is None:
-        words = [*words, "--out", str(new_folder(start.out).absolute())]
-    members = ElasticTerms(nproc, num_spares, terms.max_restarts, terms.min_nproc or 1, terms.stuck_s)
-    return launch_elastic(members, words, terms.leave_s)
 
 
 def _check_elastic(request: TrainRequest) -> None:
@@ -622,17 +586,12 @@ def default_nproc(device_type: str) -> int:
 # ---- ``--config FILE``: a TOML file of options, turned into the words of a command line.
 
 
-class _FileParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def config_words(path: Path, resumes: bool) -> list[str]:
     """Return the words for the options in the file ``path``; ``resumes``: leave out its run folder.
 
     Raises: ConfigError that names the file, and the key if one is wrong.
     """
-    parser = _FileParser(add_help=False)
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     _add_options(parser)
     options = [name for action in parser._actions for name in action.option_strings]  # pyright: ignore[reportPrivateUsage]
     known = sorted({name.removeprefix("--") for name in options} - {"config", "print-config"})
@@ -653,7 +612,7 @@ def config_words(path: Path, resumes: bool) -> list[str]:
     found = [word for word in words.values() if word]
     try:
         parser.parse_args(found)
-    except ConfigError as error:
+    except argparse.ArgumentError as error:
         raise ConfigError(f"{path}: {error}.") from error
     return found
 

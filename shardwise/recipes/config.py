@@ -7,11 +7,11 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
-from shardwise.collectives.routes import TRANSPORTS, check_transport
+from shardwise.collectives.routes import TRANSPORTS
 from shardwise.errors import ConfigError
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES
 from shardwise.planner.hardware import STRATEGIES as SHARDS
@@ -22,6 +22,15 @@ NUM_BYTES = 256  # the vocabulary without a tokenizer
 DTYPES = ("fp32", "bf16")
 
 
+def _option(default: Any, text: str, *, least: int | None = None, is_late: bool = False, **more: Any) -> Any:
+    """Return a field that is an option of the command; ``text``: its help, ``more``: what argparse needs besides.
+
+    ``least``: the lowest value.  ``is_late``: --resume may change it, since it alters neither which windows a step sees nor
+    what a past step computed.
+    """
+    return field(default=default, metadata={"text": text, "least": least, "is_late": is_late, "more": more})
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes of the GPT: ``width`` features, ``heads`` heads, ``layers`` blocks, ``context`` bytes of input.
@@ -29,12 +38,12 @@ class ModelShape:
     With ``experts`` above 0 the MLP of a block is a mixture of that many, of which each position uses ``top_k``.
     """
 
-    layers: int
-    width: int
-    heads: int
-    context: int
-    experts: int = 0
-    top_k: int = 1
+    layers: int = _option(MISSING, "number of blocks", least=1)
+    width: int = _option(MISSING, "features per position; divisible by --heads", least=1)
+    heads: int = _option(MISSING, "attention heads", least=1)
+    context: int = _option(MISSING, "bytes, or tokens, that the model sees at once", least=1)
+    experts: int = _option(0, "make the MLP of every block a mixture of N experts, each a unit", least=0)
+    top_k: int = _option(1, "experts that each position uses", least=1)
 
 
 PRESETS: Mapping[str, ModelShape] = MappingProxyType(
@@ -44,16 +53,6 @@ PRESETS: Mapping[str, ModelShape] = MappingProxyType(
         "medium": ModelShape(layers=12, width=768, heads=12, context=512),
     }
 )
-
-
-def _option(default: Any, text: str, *, least: int | None = None, is_late: bool = False, **more: Any) -> Any:
-    """Return a field that is an option of the command; ``text``: its help, ``more``: what argparse needs besides.
-
-    ``least``: the lowest value.  ``is_late``: --resume may change it, since it alters neither which windows a step sees nor
-    what a past step computed.
-    """
-    told = {"text": text, "least": least, "is_late": is_late, "more": more}
-    return field(default=default, metadata=told)
 
 
 _SHARDED = (
@@ -136,33 +135,25 @@ _ADDED = RESUME_MAY_CHANGE | {"reproducible"}  # a config.json of an earlier ver
 def check_config(config: TrainConfig) -> None:
     """Refuse values that cannot be trained with.  Raises: ConfigError with the option and the next action."""
     shape = config.model
-    for name in ("layers", "width", "heads", "context"):
-        value = getattr(shape, name)
-        if value < 1:
-            raise ConfigError(f"--{name} is {value}, expected at least 1.")
+    for of in (shape, config):
+        for each in dataclasses.fields(of):
+            name, value = each.name.replace("_", "-"), getattr(of, each.name)
+            least, choices = each.metadata.get("least"), each.metadata.get("more", {}).get("choices")
+            if least is not None and value < least:
+                raise ConfigError(f"--{name} is {value}, expected {'at least 1' if least else '0 or more'}.")
+            if choices is not None and value not in choices:
+                raise ConfigError(f"--{name} is {value!r}, expected one of {', '.join(choices)}.")
     if shape.width % shape.heads:
         raise ConfigError(
             f"--width {shape.width} is not divisible by --heads {shape.heads}: each head needs the same whole number "
             f"of features. Try --width {math.ceil(shape.width / shape.heads) * shape.heads}."
         )
-    if shape.experts < 0:
-        raise ConfigError(f"--experts is {shape.experts}, expected 0 or more; 0: one MLP per block, without a router.")
-    if not 1 <= shape.top_k <= max(shape.experts, 1):
+    if shape.top_k > max(shape.experts, 1):
         raise ConfigError(f"--top-k is {shape.top_k}, expected at least 1 and at most --experts, {shape.experts}.")
-    for each in dataclasses.fields(TrainConfig):
-        least, value = each.metadata.get("least"), getattr(config, each.name)
-        if least is not None and value < least:
-            expected = "at least 1" if least else "0 or more"
-            raise ConfigError(f"--{each.name.replace('_', '-')} is {value}, expected {expected}.")
     if not (math.isfinite(config.lr) and config.lr > 0):
         raise ConfigError(f"--lr is {config.lr}, expected a positive number.")
     if not (math.isfinite(config.clip) and config.clip >= 0):
         raise ConfigError(f"--clip is {config.clip}, expected a positive number, or 0 to clip nothing.")
-    if config.dtype not in DTYPES:
-        raise ConfigError(f"--dtype is {config.dtype!r}, expected one of {', '.join(DTYPES)}.")
-    if config.shard not in SHARDS:
-        raise ConfigError(f"--shard is {config.shard!r}, expected one of {', '.join(SHARDS)}.")
-    check_transport(config.transport, "--transport")
     _check_together(config)
     _check_own_model(config)
 

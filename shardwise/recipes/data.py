@@ -82,7 +82,7 @@ def optional_module(name: str, what: str) -> Any:
 def file_source(path: Path, name: str, column: str) -> TextSource:
     """Return the source of a whole file, by its name.  Raises: ConfigError if it lacks the column, or is not text."""
     if path.suffix in _READERS:
-        return _table_source(path, name, column, path.stat().st_size)
+        return _table_source(path, name, column)
     return TextSource(path, name, 0, path.stat().st_size)
 
 
@@ -95,7 +95,7 @@ def is_dataset(folder: Path) -> bool:
 def dataset_sources(folder: Path, column: str) -> list[TextSource]:
     """Return the splits of a dataset folder; held-out ones are used for validation only.  Raises: ConfigError."""
     if not (folder / "dataset_dict.json").is_file():
-        return [_dataset_source(folder, folder.name, column, "")]
+        return [_table_source(folder, folder.name, column)]
     names = sorted(path.name for path in folder.iterdir() if is_dataset(path))
     held_out = [name for name in names if name in _HELD_OUT]
     chosen = min(held_out, key=_HELD_OUT.index, default=None)
@@ -105,18 +105,15 @@ def dataset_sources(folder: Path, column: str) -> list[TextSource]:
             f"--data {folder} has only held-out splits ({', '.join(names)}). Name one of them: {folder}/SPLIT."
         )
     parts = [(name, "train" if chosen else "") for name in trained] + ([(chosen, "validation")] if chosen else [])
-    return [_dataset_source(folder / name, name, column, part) for name, part in parts]
+    return [_table_source(folder / name, name, column, part) for name, part in parts]
 
 
-def _dataset_source(folder: Path, name: str, column: str, part: str) -> TextSource:
-    return _table_source(folder, name, column, sum(path.stat().st_size for path in folder.glob("*.arrow")), part)
-
-
-def _table_source(path: Path, name: str, column: str, num_bytes: int, part: str = "") -> TextSource:
+def _table_source(path: Path, name: str, column: str, part: str = "") -> TextSource:
     table = _open_table(path)
     if column not in table.column_names:
         names = ", ".join(table.column_names[:12]) or "none"
         raise ConfigError(f"--data {path} has no column {column!r}; its columns: {names}. Name one with --text-column.")
+    num_bytes = sum(each.stat().st_size for each in (path.glob("*.arrow") if path.is_dir() else (path,)))
     source = TextSource(path, name, 0, len(table), "table", column, num_bytes / max(1, len(table)), part)
     next(read_documents(source), None)
     return source
@@ -358,33 +355,26 @@ def find_sources(data: str | None, column: str = "text") -> tuple[str, list[Text
         return "source text of the Python standard library", _standard_library()
     path = Path(data)
     if path.is_file():
-        return str(path), _not_empty([_single(path, column)], path)
-    if path.is_dir() and is_dataset(path):
-        return str(path), _not_empty(dataset_sources(path, column), path)
-    if path.is_dir():
+        found = [file_source(path, path.name, column)]
+        problem = why_binary(path) if found[0].kind == "text" else ""
+        if problem:
+            raise ConfigError(
+                f"--data {path} is not text ({problem}), expected UTF-8 text, .jsonl, .parquet, or a folder of such files. "
+                "Unpack or convert it first."
+            )
+    elif is_dataset(path):
+        found = dataset_sources(path, column)
+    elif path.is_dir():
         shown = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
-        files = sorted(p for p in shown if p.is_file())
-        found = [file_source(p, str(p.relative_to(path)), column) for p in files if p.stat().st_size]
-        return str(path), _not_empty([s for s in found if s.kind != "text" or not why_binary(s.path)], path)
-    found = "is neither a file nor a folder" if path.exists() else "does not exist"
-    raise ConfigError(f"--data {data} {found}: name a text file, or a folder of text files.")
-
-
-def _single(path: Path, column: str) -> TextSource:
-    source = file_source(path, path.name, column)
-    problem = why_binary(path) if source.kind == "text" else ""
-    if problem:
-        raise ConfigError(
-            f"--data {path} is not text ({problem}), expected UTF-8 text, .jsonl, .parquet, or a folder of such files. "
-            "Unpack or convert it first."
-        )
-    return source
-
-
-def _not_empty(sources: list[TextSource], path: Path) -> list[TextSource]:
-    if sum(source.num_bytes for source in sources) == 0:
+        files = sorted(p for p in shown if p.is_file() and p.stat().st_size)
+        found = [file_source(p, str(p.relative_to(path)), column) for p in files]
+        found = [source for source in found if source.kind != "text" or not why_binary(source.path)]
+    else:
+        there = "is neither a file nor a folder" if path.exists() else "does not exist"
+        raise ConfigError(f"--data {data} {there}: name a text file, or a folder of text files.")
+    if sum(source.num_bytes for source in found) == 0:
         raise ConfigError(f"--data {path} contains no text (empty, hidden and binary files do not count).")
-    return sources
+    return str(path), found
 
 
 def _standard_library() -> list[TextSource]:
@@ -448,8 +438,9 @@ def write_cache(folder: Path, description: str, split: DataSplit, vocabulary: Vo
     """
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
-    train, _ = _write_part(folder / "train.bin", split.train, vocabulary, digest.update)
-    validation, counts = _write_part(folder / "validation.bin", split.validation, vocabulary, digest.update)
+    train = int(_write_part(folder / "train.bin", split.train, vocabulary, digest.update).sum())
+    counts = _write_part(folder / "validation.bin", split.validation, vocabulary, digest.update)
+    validation = int(counts.sum())
     shares = counts[counts > 0] / max(1, validation)
     facts = TextFacts(
         description=description,
@@ -468,7 +459,8 @@ def write_cache(folder: Path, description: str, split: DataSplit, vocabulary: Vo
 
 def _write_part(
     path: Path, sources: Sequence[TextSource], vocabulary: Vocabulary, update: Callable[[bytes], None]
-) -> tuple[int, NDArray[np.int64]]:
+) -> NDArray[np.int64]:
+    """Write the numbers of ``sources``; return how often each occurs."""
     counts = np.zeros(vocabulary.size, dtype=np.int64)
     with create_file(path.parent, path.name) as out:
         for source in sources:
@@ -477,7 +469,7 @@ def _write_part(
                 out.write(data)
                 update(data)
                 counts += np.bincount(numbers, minlength=vocabulary.size)
-    return int(counts.sum()), counts
+    return counts
 
 
 def read_facts(folder: Path) -> TextFacts | None:

@@ -79,7 +79,6 @@ def whole_lines(folder: Path, name: str) -> list[str]:
 # ---- Checkpoints of a run: ``shardwise.checkpoint`` folders with the model, the optimizer, and the progress.
 
 _PROGRESS = "progress"
-_FIELDS = ("step", "windows", "num_parameters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,6 @@ class RunProgress:
     step: int
     windows: int
     model: ModelShape
-    num_parameters: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +118,8 @@ def read_progress(checkpoint: Path) -> RunProgress:
 def progress_from_json(values: Mapping[str, Any]) -> RunProgress:
     """Return the Progress that ``asdict`` has converted.  Raises: KeyError, TypeError, ConfigError."""
     shape = typed(ModelShape, values["model"], "the checkpoint's model")
-    return typed(RunProgress, {name: values[name] for name in _FIELDS} | {"model": shape}, "the checkpoint's progress")
+    done = {"step": values["step"], "windows": values["windows"], "model": shape}
+    return typed(RunProgress, done, "the checkpoint's progress")
 
 
 def start_saving(folder: Path, progress: RunProgress, entries: Mapping[str, Any], keep: int, wait: bool) -> None:
@@ -257,16 +256,11 @@ def check_new_folder(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file, expected a folder that is new or empty.")
     if out.is_dir() and any(out.iterdir()):
-        advice = f", or continue that run with --resume {out}" if _is_run(out) else "; it holds no run of shardwise"
+        advice = "; it holds no run of shardwise"
+        with contextlib.suppress(ConfigError):
+            read_run_config(out)
+            advice = f", or continue that run with --resume {out}"
         raise ConfigError(f"--out {out} exists and is not empty; nothing was changed. Name another folder{advice}.")
-
-
-def _is_run(folder: Path) -> bool:
-    try:
-        read_run_config(folder)
-    except ConfigError:
-        return False
-    return True
 
 
 def read_run_config(folder: Path) -> TrainConfig:
@@ -353,7 +347,8 @@ def prepare_run(start: Start, config: TrainConfig) -> TrainRun:
     start = _found_again(start, config)
     check_start(start, config)
     if start.resume is not None:
-        return _reopen(start.resume, config)
+        checkpoint, done = find_checkpoint(start.resume, config) or (None, None)
+        return TrainRun(start.resume, config, _text_again(start.resume, config), checkpoint, done)
     folder = new_folder(start.out)
     try:
         # From here on the run can be resumed.
@@ -408,13 +403,6 @@ def _found_again(start: Start, config: TrainConfig) -> Start:
     begun_by = read_json(start.out, CONFIG).get(_BEGUN_BY)
     is_own = begun_by is not None and begun_by == start.job and saved == config
     return replace(start, out=None, resume=start.out) if is_own else start
-
-
-def _reopen(folder: Path, config: TrainConfig) -> TrainRun:
-    found = find_checkpoint(folder, config)
-    facts = _text_again(folder, config)
-    checkpoint, done = found or (None, None)
-    return TrainRun(folder, config, facts, checkpoint, done)
 
 
 def _text_again(folder: Path, config: TrainConfig) -> TextFacts:

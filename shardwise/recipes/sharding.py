@@ -20,7 +20,6 @@ from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -44,6 +43,7 @@ from shardwise import (
 from shardwise.checkpoint import CheckpointError, load
 from shardwise.collectives.routes import check_transport
 from shardwise.consistency.failure_report import naming_lost_peers
+from shardwise.consistency.process_groups import gather_rows
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes
 from shardwise.fsdp.api import blocks_of as repeated_blocks_of
@@ -81,35 +81,26 @@ class RunRanks:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def wait_for_all(self) -> None:
-        """Return once every rank has called this."""
-        self._named(dist.barrier)
-
     def mean(self, values: Sequence[torch.Tensor]) -> list[float]:
         """Return each value's mean over ranks, summed in rank order so that it does not depend on the transport."""
         return [total / self.num_ranks for total in self.total(values)]
 
     def total(self, values: Sequence[torch.Tensor]) -> list[float]:
         """Return each value's sum over ranks, added in rank order in fp64.  Shape: every value is ()."""
-        mine = torch.stack([value.detach().double().cpu() for value in values])
-        return torch.stack(self._each(mine, len(mine))).cumsum(0)[-1].tolist()
+        rows = self._rows(torch.stack([value.detach().double().cpu() for value in values]))
+        return torch.tensor(rows, dtype=torch.float64).cumsum(0)[-1].tolist()
 
     def highest(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each value over ranks."""
-        if self.num_ranks == 1:
-            return list(values)
-        found = torch.tensor(values)
-        self._named(lambda: dist.all_reduce(found, dist.ReduceOp.MAX))
-        return found.tolist()
+        return [max(map(int, column)) for column in zip(*self._rows(torch.tensor(values)), strict=True)]
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, in rank order, on every rank.  Values are JSON: nothing that a rank sends is executed."""
         mine = json.dumps(value).encode()
-        sizes = [int(size) for size in self._each(torch.tensor([len(mine)]), 1)]
+        sizes = [int(size) for (size,) in self._rows(torch.tensor([len(mine)]))]
         row = torch.zeros(max(sizes), dtype=torch.uint8)
         row[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        rows = self._each(row, len(row))
-        return [json.loads(bytes(part[:size].tolist())) for part, size in zip(rows, sizes, strict=True)]
+        return [json.loads(bytes(map(int, part[:size]))) for part, size in zip(self._rows(row), sizes, strict=True)]
 
     def from_first(self, value: T | None) -> T:
         """Return rank 0's value on every rank; the others pass None.  Values are JSON."""
@@ -117,21 +108,17 @@ class RunRanks:
         assert found is not None
         return found
 
-    def _each(self, mine: torch.Tensor, numel: int) -> list[torch.Tensor]:
-        parts = [torch.empty(numel, dtype=mine.dtype) for _ in range(self.num_ranks)]
-        self._named(lambda: dist.all_gather(parts, mine))
-        return parts
-
-    def _named(self, act: Callable[[], object]) -> None:
-        naming_lost_peers(act, "ranks cannot tell each other where they are", range(self.num_ranks), self.rank)
+    def _rows(self, mine: torch.Tensor) -> list[list[float]]:
+        what = "ranks cannot tell each other where they are"
+        return naming_lost_peers(lambda: gather_rows(mine), what, range(self.num_ranks), self.rank)
 
 
 # ---- ``--model-from module:function``: a model of the user, built equally on every rank; ``--init``: initial weights.
 
 
-def check_module(model_from: str) -> None:
+def check_module(source: str, option: str = "--model-from") -> None:
     """Refuse a module that Python does not find; nothing is executed but its parent packages.  Raises: ConfigError."""
-    name = model_from.partition(":")[0]
+    name = source.partition(":")[0]
     here = os.getcwd()  # which an installed command does not search
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -141,9 +128,19 @@ def check_module(model_from: str) -> None:
         found = None
     if found is None:
         raise ConfigError(
-            f"--model-from {model_from}: there is no module {name!r} in this folder, nor installed. Start from the folder "
+            f"{option} {source}: there is no module {name!r} in this folder, nor installed. Start from the folder "
             f"that has {name.replace('.', '/')}.py."
         )
+
+
+def named(source: str, option: str = "--model-from") -> Any:
+    """Return what MODULE:NAME names.  Raises: ConfigError if there is none; what the module raises when it is imported."""
+    check_module(source, option)
+    module, _, name = source.partition(":")
+    found = importlib.import_module(module)
+    if not hasattr(found, name):
+        raise ConfigError(f"{option} {source}: the module has no such name.")
+    return getattr(found, name)
 
 
 def build_own(model_from: str, seed: int, vocabulary: int, context: int) -> nn.Module:
@@ -152,13 +149,11 @@ def build_own(model_from: str, seed: int, vocabulary: int, context: int) -> nn.M
     The function gets ``vocabulary`` and ``context`` if it has parameters of these names.
     Raises: ConfigError if it does not exist, cannot be called like this, or returns no module; its own exceptions.
     """
-    name, _, attribute = model_from.partition(":")
-    check_module(model_from)
-    function = getattr(importlib.import_module(name), attribute, None)
+    function = named(model_from)
     if not callable(function):
-        found = "has no such name" if function is None else f"has a {type(function).__name__} there"
         raise ConfigError(
-            f"--model-from {model_from}: the module {found}, expected a function that returns a torch.nn.Module."
+            f"--model-from {model_from}: the module has a {type(function).__name__} there, expected a function that returns a "
+            "torch.nn.Module."
         )
     parameters = inspect.signature(function).parameters
     given = {key: value for key, value in (("vocabulary", vocabulary), ("context", context)) if key in parameters}

@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise import (
@@ -30,6 +29,7 @@ from shardwise import (
     describe_units,
     elastic,
     record,
+    torch_private,
     trace,
 )
 from shardwise.checkpoint import finish
@@ -387,18 +387,13 @@ def save(trainer: Trainer, done: int) -> None:
     every rank if it cannot begin, or the one before was not written.
     """
     config = trainer.config
-    is_broken = not all(map(_is_finite, trainer.model.parameters()))
+    parts = [part.detach() for part in torch_private.locals_of(list(trainer.model.parameters()))]
+    is_broken = not all(bool(part.isfinite().all()) for part in parts)
     if any(trainer.ranks.highest([int(is_broken)])):
         raise _diverged(trainer, done, "parameters are not finite")
-    progress = RunProgress(done, done * config.batch, config.model, trainer.num_parameters)
+    progress = RunProgress(done, done * config.batch, config.model)
     entries = entries_of(plain_of(trainer.model), trainer.optimizer, trainer.fixed, trainer.data)
     start_saving(trainer.run.checkpoints, progress, entries, config.keep, wait=trainer.memory is not None)
-
-
-@torch.no_grad()
-def _is_finite(param: Tensor) -> bool:
-    local = param.to_local() if isinstance(param, DTensor) else param
-    return bool(local.isfinite().all())
 
 
 _PROMPT = "def "
@@ -451,7 +446,9 @@ def _begin(trainer: Trainer, restart: Restart | None, opened: ExitStack) -> RunL
     run_log = _open_run_log(trainer, opened) if ranks.is_first else RunLog()
     _say_start(trainer, run_log)
     if restart is not None:
-        _say_restart(restart, trainer, run_log)
+        if ranks.is_first:
+            note_restart(run.folder, restart, run.start_step, ranks.num_ranks)
+        run_log.say(f"restart {restart.number}: {restart.cause}; going on after step {run.start_step}")
     return run_log
 
 
@@ -497,8 +494,7 @@ def train_elastic(start: Start, config: TrainConfig, device: torch.device, liste
     def begin(run: ElasticRun) -> None:
         nonlocal trainer, steps, run_log
         assert trainer is not None
-        windows, size = run.number * config.batch, trainer.num_parameters
-        done = RunProgress(run.number, windows, config.model, size) if run.number else None
+        done = RunProgress(run.number, run.number * config.batch, config.model) if run.number else None
         trainer = replace(trainer, run=replace(trainer.run, done=done))
         restart = Restart(len(run.recoveries), run.recoveries[-1].cause) if run.recoveries else None
         run_log = _begin(trainer, restart, opened)
@@ -573,13 +569,6 @@ def tracing(trainer: Trainer, asked: int, run_log: RunLog) -> StepWatch | None:
                 run_log.say(f"trace of {steps} step(s), rank {trainer.ranks.rank}: {path}\n{found.table()}")
 
     return watch
-
-
-def _say_restart(restart: Restart, trainer: Trainer, run_log: RunLog) -> None:
-    run, ranks = trainer.run, trainer.ranks
-    if ranks.is_first:
-        note_restart(run.folder, restart, run.start_step, ranks.num_ranks)
-    run_log.say(f"restart {restart.number}: {restart.cause}; going on after step {run.start_step}")
 
 
 def _open_run_log(trainer: Trainer, stack: ExitStack) -> RunLog:

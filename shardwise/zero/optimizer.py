@@ -43,7 +43,6 @@ from shardwise.zero.partition import (
     check_dense,
     check_partition,
     checked_optimizer_class,
-    checked_params,
     consolidate,
     describe_params,
     elements_of,
@@ -51,7 +50,7 @@ from shardwise.zero.partition import (
     flat_view,
     flatten_groups,
     gradient_for,
-    load_whole,
+    load_rank_partition,
     make_layout,
     make_local_optimizer,
     make_rank_partition,
@@ -230,9 +229,6 @@ def send_joined_gradients(
             target = torch.empty(at.numel, dtype=dtype, device=param.device)
         broadcast_tensor(target, source, agreement, what)
     return None if is_active else received
-
-
-logger = logging.getLogger(__name__)
 
 
 class ZeroBackend:
@@ -421,8 +417,6 @@ def attached(
 
 __all__ = ["ZeroRedundancyOptimizer", "_broadcast_object"]
 
-logger = logging.getLogger(__name__)
-
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Wrap an optimizer class so that each rank stores and updates about 1/W of its state; parameters are replicated.
@@ -445,7 +439,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         defaults: those of the local optimizer.
 
     Construction is collective.  An error on one rank raises DesyncError on all, with that rank and the cause.
-    Raises: ArgumentTypeError, ConfigError for wrong arguments; DesyncError if ranks pass different parameters.
+    Raises: ConfigError for wrong arguments, and what torch's optimizers raise for parameters that are none; DesyncError if
+    ranks pass different parameters.
 
     Example:
         >>> ddp = DistributedDataParallel(model)  # doctest: +SKIP
@@ -478,11 +473,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         note("init", "ZeroRedundancyOptimizer")
 
         def build() -> list[str]:
-            checked = checked_params(params)
-            check_dense(flatten_groups(checked), mixed_dtypes)
             plain = checked_optimizer_class(optimizer_class, overlap_with_ddp)
-            check_partition(partition, plain, checked, defaults)
-            Optimizer.__init__(self, checked, defaults)
+            Optimizer.__init__(self, params, defaults)
+            check_dense(flatten_groups(self._groups), mixed_dtypes)
+            check_partition(partition, plain, self._groups)
             rank_partition = make_rank_partition(self._groups, partition, self.world_size, self.rank)
             local = make_local_optimizer(rank_partition, self._groups, lambda groups: plain(groups, **defaults))
             self.defaults = local.optim.defaults  # schedulers read the optimizer's options there
@@ -499,18 +493,31 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises: DesyncError on all ranks if a rank does not call it or passes something else.
         """
         if not self.initialized:
-            super().add_param_group(param_group)
+            self._append_group(param_group)
             return
 
-        def check() -> list[str]:
-            self._backend.local.members.check(self._groups)
-            checked = checked_params([dict(param_group)])
-            check_dense([*self._backend.rank_partition.params, *flatten_groups(checked)], self._mixed_dtypes)
-            return describe_params([*self._groups, *[item for item in checked if isinstance(item, dict)]])
+        count = len(self._groups)
 
-        agree_on(self._backend.agreement, "add_param_group", check)
-        super().add_param_group(param_group)
+        def add() -> list[str]:
+            self._backend.local.members.check(self._groups)
+            self._append_group(param_group)
+            check_dense(flatten_groups(self._groups), self._mixed_dtypes)
+            return describe_params(self._groups)
+
+        try:
+            agree_on(self._backend.agreement, "add_param_group", add)
+        except BaseException:
+            del self._groups[count:]
+            raise
         self._backend.adopt_last_group()
+
+    def _append_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict) and "params" not in param_group:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                "Each parameter group passed-in via `params` must have a 'params' key mapping to the parameters "
+                f"in the group; found the keys {sorted(param_group)}"
+            )
+        super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:  # pyright: ignore
         """Update this rank's partition, then send every rank's partition to all.  Collective.
@@ -574,7 +581,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Not collective; ``state_dict`` does not change.  Raises: ConfigError if groups do not match.
         """
-        load_whole(self._backend.local, call_hooks(self, "load_state_dict_pre", dict(state_dict)))
+        load_rank_partition(self._backend.local, call_hooks(self, "load_state_dict_pre", dict(state_dict)))
         self._backend.mark_loaded()
         call_hooks(self, "load_state_dict_post")
 

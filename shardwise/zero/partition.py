@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from shardwise.collectives.owned import (
     whole_slices,
 )
 from shardwise.consistency.agreement import GroupAgreement
-from shardwise.errors import ArgumentTypeError, ConfigError, LayoutError, StateError
+from shardwise.errors import ConfigError, LayoutError, StateError
 from shardwise.optim.slices import MakeOptimizer, Members, Window, copied, is_sharded, is_sharded_tensor
 from shardwise.optim.state_dict import (
     Probe,
@@ -43,44 +43,15 @@ from shardwise.optim.state_dict import (
     why_other_class,
 )
 
-# ---- Checks of ZeroRedundancyOptimizer's arguments, with the errors of torch's class of that name.
+# ---- Checks of what ZeroRedundancyOptimizer gets beyond those of torch.optim, with the errors of torch's class of that name.
 
 Partition = Literal["whole", "even"]
 FUNCTIONAL_MODULES = "torch.distributed.optim.functional_"
 
 
-def checked_params(params: object) -> list[torch.Tensor] | list[dict[str, Any]]:
-    """Return ``params`` as a list.
-
-    Raises: ArgumentTypeError for a tensor, something not iterable or mixed element types; ConfigError for no
-    parameters or a group without "params".
-    """
-    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
-        raise ArgumentTypeError(
-            f"`params` argument should be an iterable of Tensors or dicts, but got {torch.typename(params)}"
-        )
-    found = list(params)
-    if not found:
-        raise ConfigError("ZeroRedundancyOptimizer got an empty parameter list")
-    if all(isinstance(item, torch.Tensor) for item in found):
-        return found
-    if all(isinstance(item, dict) for item in found):
-        for group in found:
-            if "params" not in group:
-                raise ConfigError(
-                    "Each parameter group passed-in via `params` must have a 'params' key mapping to the parameters "
-                    f"in the group; found the keys {sorted(group)}"
-                )
-        return [{**group, "params": _as_tensors(group["params"])} for group in found]
-    kinds = sorted({torch.typename(item) for item in found})
-    raise ArgumentTypeError(
-        f"`params` argument should be an iterable of Tensors or dicts, but got {' and '.join(kinds)}"
-    )
-
-
-def flatten_groups(params: Sequence[torch.Tensor] | Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
-    """Return all tensors in the result of :func:`checked_params`, in order."""
-    return [each for item in params for each in ([item] if isinstance(item, torch.Tensor) else item["params"])]
+def flatten_groups(groups: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
+    """Return all tensors of param groups, in order."""
+    return [tensor for group in groups for tensor in group["params"]]
 
 
 def check_dense(tensors: Sequence[torch.Tensor], mixed_dtypes: bool) -> None:
@@ -147,27 +118,21 @@ def checked_optimizer_class(optimizer_class: type[Any], overlap_with_ddp: bool) 
     return plain
 
 
-def check_partition(
-    partition: object,
-    optimizer_class: type[Optimizer],
-    params: Sequence[torch.Tensor] | Sequence[Mapping[str, Any]],
-    defaults: Mapping[str, Any],
-) -> None:
+def check_partition(partition: object, optimizer_class: type[Optimizer], groups: Sequence[Mapping[str, Any]]) -> None:
     """Check ``partition``; for "even", step small tensors, in one part and in two, which must give the same result.
 
-    ``params``: from :func:`checked_params`; the options of the first group are used.
+    ``groups``: the param groups, with their defaults; the options of the first one are used.
     Raises: ConfigError if the results differ, if the optimizer refuses slices, or for an unknown partition.
     """
     if partition not in ("whole", "even"):
         raise ConfigError(f"partition is {partition!r}, expected 'whole' or 'even'")
     if partition == "whole":
         return
-    options = {**defaults, **(options_of(params[0]) if isinstance(params[0], Mapping) else {})}
-    name = optimizer_class.__name__
+    name, options = optimizer_class.__name__, options_of(groups[0])
     advice = f"{name} does not treat every element alone; use partition='whole'"
     try:
-        device = flatten_groups(params)[0].device
-        reason = Probe(lambda groups: optimizer_class(groups, **options), {}, device).why_not_alone()
+        device = flatten_groups(groups)[0].device
+        reason = Probe(lambda tensors: optimizer_class(tensors, **options), {}, device).why_not_alone()
     except Exception as error:
         raise ConfigError(f"partition='even' cannot be used: {advice} ({error})") from error
     if reason is not None:
@@ -200,18 +165,6 @@ def describe_params(groups: Sequence[Mapping[str, Any]]) -> list[str]:
             frozen = "" if tensor.requires_grad else ", frozen"
             lines.append(f"group {index} parameter {place} of shape {tuple(tensor.shape)}, {tensor.dtype}{frozen}")
     return lines
-
-
-def _as_tensors(params: object) -> list[torch.Tensor]:
-    if isinstance(params, torch.Tensor):
-        return [params]
-    if isinstance(params, Iterable) and not isinstance(params, set | frozenset):
-        found = list(params)
-        if all(isinstance(item, torch.Tensor) for item in found):
-            return found
-    raise ArgumentTypeError(
-        f"'params' of a group should be a Tensor or an ordered iterable of them, but got {type(params)}"
-    )
 
 
 # ---- Slices that a rank updates: views of parameters in memory order, their gradients, and flat buffers under them.
@@ -346,13 +299,12 @@ def memory_order(tensor: torch.Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class RankPartition:
     """The slices of all parameters on all ranks, and this rank's slices.
 
     Attributes:
         params: in group order; ``OwnedSlice.tensor`` is an index into them.
-        by_param: the slices of each parameter.
     """
 
     params: tuple[torch.Tensor, ...]
@@ -361,17 +313,27 @@ class RankPartition:
     rank: int
     slices_of_groups: tuple[tuple[OwnedSlice, ...], ...]
     local_slices: tuple[LocalSlice, ...]
-    by_param: tuple[tuple[OwnedSlice, ...], ...]
-    local_by_param: tuple[tuple[LocalSlice, ...], ...]
 
-    @property
+    @cached_property
     def slices(self) -> list[OwnedSlice]:
         """All ranks' slices, in group order."""
         return [owned_slice for slices in self.slices_of_groups for owned_slice in slices]
 
-    def slices_of(self, indices: Iterable[int]) -> list[OwnedSlice]:
-        """Return all ranks' slices of these parameters, in the order of :attr:`params`."""
-        return [owned_slice for index in sorted(indices) for owned_slice in self.by_param[index]]
+    @cached_property
+    def by_param(self) -> list[list[OwnedSlice]]:
+        """The slices of each parameter."""
+        found: list[list[OwnedSlice]] = [[] for _ in self.params]
+        for owned_slice in self.slices:
+            found[owned_slice.tensor].append(owned_slice)
+        return found
+
+    @cached_property
+    def local_by_param(self) -> list[list[LocalSlice]]:
+        """This rank's slices of each parameter."""
+        found: list[list[LocalSlice]] = [[] for _ in self.params]
+        for local in self.local_slices:
+            found[local.owned_slice.tensor].append(local)
+        return found
 
     def tensors_of_group(self, number: int) -> list[torch.Tensor]:
         """Return the local optimizer's tensors of a group, in the order of :attr:`local_slices`."""
@@ -387,28 +349,12 @@ def make_rank_partition(
     former: RankPartition | None = None,
 ) -> RankPartition:
     """Return the partition of ``rank``; slices that ``former`` has too keep their tensors, which have state."""
-    params = flatten_groups(groups)
+    params = tuple(flatten_groups(groups))
     slices_of_groups = partition_groups(groups, partition, num_ranks)
     known = {local.owned_slice: local for local in former.local_slices} if former is not None else {}
-    by_param: list[list[OwnedSlice]] = [[] for _ in params]
-    local_by_param: list[list[LocalSlice]] = [[] for _ in params]
-    local_slices: list[LocalSlice] = []
-    for owned_slice in (owned_slice for slices in slices_of_groups for owned_slice in slices):
-        by_param[owned_slice.tensor].append(owned_slice)
-        if owned_slice.owner == rank:
-            local = known.get(owned_slice) or make_local(owned_slice, params[owned_slice.tensor], partition)
-            local_slices.append(local)
-            local_by_param[owned_slice.tensor].append(local)
-    return RankPartition(
-        tuple(params),
-        partition,
-        num_ranks,
-        rank,
-        slices_of_groups,
-        tuple(local_slices),
-        tuple(map(tuple, by_param)),
-        tuple(map(tuple, local_by_param)),
-    )
+    mine = [owned_slice for slices in slices_of_groups for owned_slice in slices if owned_slice.owner == rank]
+    local = tuple(known.get(each) or make_local(each, params[each.tensor], partition) for each in mine)
+    return RankPartition(params, partition, num_ranks, rank, slices_of_groups, local)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -432,7 +378,7 @@ class Layout:
         """Return the broadcasts of these parameters; they are planned once."""
         key = tuple(indices)
         if key not in self.by_indices:
-            slices = self.rank_partition.slices_of(key)
+            slices = [owned_slice for index in sorted(key) for owned_slice in self.rank_partition.by_param[index]]
             self.by_indices[key] = plan_broadcasts(owned_views(slices, self.rank_partition.params, self.moving))
         return self.by_indices[key]
 
@@ -539,7 +485,7 @@ def make_local_optimizer(
 
 
 def _local_group(rank_partition: RankPartition, groups: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:
-    return {**groups[number], "params": rank_partition.tensors_of_group(number)}
+    return {**options_of(groups[number]), "params": rank_partition.tensors_of_group(number)}
 
 
 @contextmanager
@@ -623,33 +569,24 @@ def whole_state_dict(state: Mapping[int, StateOfParam], groups: Sequence[Mapping
     return {"state": {index: dict(values) for index, values in state.items()}, "param_groups": numbered}
 
 
-def load_whole(local: LocalOptimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load the local partition of a full ``state_dict`` into the local optimizer, as copies; options come from the dict.
-
-    Raises: ConfigError if the groups do not match, LayoutError if a state tensor does not fit its parameter.
-    """
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    load_rank_partition(local, state_dict, keys, _partition_of)
-
-
 def load_rank_partition(
-    local: LocalOptimizer,
-    state_dict: Mapping[str, Any],
-    keys: Sequence[Any],
-    take: Callable[[LocalSlice, str, Any], Any],
+    local: LocalOptimizer, state_dict: Mapping[str, Any], keys: Sequence[Any] | None = None
 ) -> None:
-    """Load state and options of ``state_dict`` into the local optimizer.
+    """Load state and options of ``state_dict``, of which this rank takes its slices, into the local optimizer.
 
-    ``keys``: of each parameter in its "state".  ``take``: returns a slice's part of a value, given its name. Raises:
-    ConfigError if the groups do not match.
+    ``keys``: of each parameter in its "state", whose tensors become the optimizer's own where they are placed like it.
+    None: those of its param groups, whose tensors are copied.
+    Raises: ConfigError if the groups do not match, LayoutError if a state tensor does not fit its parameter.
     """
     groups: Sequence[Mapping[str, Any]] = state_dict["param_groups"]
     _check_groups(groups, local.groups)
+    adopt = keys is not None
+    keys = keys or [key for group in groups for key in group["params"]]
     _check_class(local, state_dict["state"], groups, keys)
     states: list[StateOfParam | None] = []
     for own in local.rank_partition.local_slices:
         values = state_dict["state"].get(keys[own.owned_slice.tensor])
-        states.append({name: take(own, name, value) for name, value in values.items()} if values else None)
+        states.append({name: _part_of(own, name, value, adopt) for name, value in values.items()} if values else None)
     load_indexed(local.optim, states, groups)
     local.pull_options()
 
@@ -675,11 +612,12 @@ def _check_class(
             raise ConfigError(f"param group {number} of the loaded state dict: {reason}")
 
 
-def _partition_of(local: LocalSlice, name: str, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    if local.is_param or value.dim() == 0:
-        return copied(value)
+def _part_of(local: LocalSlice, name: str, value: Any, adopt: bool) -> Any:
+    """Return this rank's part of a state value; ``adopt``: itself, if it is placed like the slice, else a copy."""
+    if isinstance(value, StateSlice):
+        return value.local
+    if not isinstance(value, torch.Tensor) or local.is_param or value.dim() == 0:
+        return value if adopt else copied(value)
     if value.shape != local.param.shape:
         raise LayoutError(
             f"state {name!r} of parameter {local.owned_slice.tensor} has shape {tuple(value.shape)}, expected "
@@ -788,7 +726,7 @@ class ShardedState:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what DCP has filled in; options come from the checkpoint."""
-        load_rank_partition(self._local, state_dict, self._keys, _inward)
+        load_rank_partition(self._local, state_dict, self._keys)
         self._loaded()
 
 
@@ -796,14 +734,6 @@ def _outward(value: Any, local: LocalSlice) -> Any:
     if local.is_param or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     return StateSlice.make(value, local.param, local.owned_slice.start)
-
-
-def _inward(local: LocalSlice, _name: str, value: Any) -> Any:
-    if isinstance(value, StateSlice):
-        return value.local
-    if isinstance(value, torch.Tensor) and value.dim() > 0 and not local.is_param:
-        return elements_of(local.owned_slice, local.param, value).clone()
-    return value
 
 
 def _blank_state(local: LocalOptimizer) -> dict[OwnedSlice, StateOfParam]:

@@ -411,12 +411,12 @@ def test_the_script_of_the_page_runs_and_a_kill_costs_no_line(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--spares", "1"], "--spares, --min-nproc and --hang-after need --elastic"),
-        (["--hang-after", "1"], "--spares, --min-nproc and --hang-after need --elastic"),
+        (["--spares", "1"], "--spares and --hang-after need --elastic"),
+        (["--hang-after", "1"], "--spares and --hang-after need --elastic"),
         (["--elastic", "--hang-after", "-1"], "--hang-after is -1.0, expected 0 or more seconds"),
         (["--elastic", "--nnodes", "2", "--node-rank", "1"], "torchrun --nnodes 1:2 --nproc-per-node"),
         (["--elastic", "--spares", "-1"], "--spares is -1, expected at least 0"),
-        (["--elastic", "-n", "2", "--min-nproc", "3"], "--min-nproc is 3, expected 1 to 2"),
+        (["--elastic", "-n", "2", "--min-nproc", "3"], "--min-nproc is 3, expected at most the 2 rank(s) of the start"),
     ],
 )
 def test_options_that_cannot_work_are_refused(
