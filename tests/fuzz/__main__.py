@@ -17,8 +17,7 @@ from fuzz.faults import FAULTS
 from fuzz.fixed_sums import REPRODUCIBLE
 from fuzz.programs import Programs
 from fuzz.runner import Runner
-from fuzz.selftest import put_table, run_self_test, table_of
-from fuzz.taken_back import FIXES
+from fuzz.selftest import run_self_test
 
 OF_THEIR_OWN: dict[str, tuple[Programs[Any], list[int]]] = {  # and on how many ranks; none: on the most
     "divergence": (DIVERGENCE, [2, 4]),
@@ -52,7 +51,6 @@ def main() -> None:
     )
     parser.add_argument("--self-test", action="store_true", help="plant faults and count the cases until each is found")
     parser.add_argument("--only", default="", help="with --self-test: those whose names hold this")
-    parser.add_argument("--table", type=Path, help="with --self-test: the page in which to replace the table of counts")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     if args.area in OF_THEIR_OWN:
@@ -66,11 +64,9 @@ def main() -> None:
     if unknown:
         parser.error(f"there is no area {unknown}; there are {list(AREAS)}")
     if args.self_test:
-        names = [name for name in FAULTS | FIXES if args.only in name]
+        names = [name for name in FAULTS if args.only in name]
         max_cases = args.cases or 150
         found = run_self_test(names, max_cases, lambda line: print(line, flush=True), args.seed)
-        if args.table is not None:
-            put_table(args.table, table_of(found, max_cases, args.seed))
         sys.exit(not all(found.values()))
     with Runner(device=args.device) as runner:
         campaign = Campaign(runner, args.found, lambda line: print(line, flush=True), _names(args.avoid))

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fuzz.taken_back import FIXES
 from shardwise import torch_private
 
 Collective = Callable[..., Any]
@@ -25,7 +24,7 @@ _at_work = [False]  # one entry, set by faults_at_work alone
 
 def plant(name: str) -> None:
     """Plant the fault called ``name`` in this process, for good."""
-    (FAULTS | FIXES)[name]()
+    FAULTS[name]()
 
 
 @contextmanager

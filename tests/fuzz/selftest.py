@@ -1,18 +1,15 @@
-"""Show that the fuzzer finds what it is there for: plant a fault, or take a fix back; count the cases until it is found."""
+"""Show that the fuzzer finds what it is there for: plant a fault; count the cases until it is found."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
-from pathlib import Path
 
 from fuzz.case import Case, Node
 from fuzz.draw import draw
-from fuzz.faults import FAULTS
 from fuzz.runner import Runner
 
 LIMIT_S = 8.0
-BEGIN, END = "<!-- found -->", "<!-- end of found -->"
 # Where a fault shows, and a few areas where it may.
 PLACES: dict[str, tuple[str, ...]] = {
     "gathers are stale": ("structure", "accumulation", "changes"),
@@ -22,34 +19,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "buffers are not synced": ("doors",),
     "zero_grad forgets a gradient": ("structure", "accumulation"),
     "a rank calls one collective more": ("structure",),
-    "buckets of DDP lie in the parameters' memory order": ("doors",),
-    "modules that follow a parameter are told": ("structure",),
-    "a unit ends when backward has left all its modules": ("checkpointing", "structure"),
-    "a unit that lends a weight ends after the borrower": ("checkpointing", "structure"),
-    "owned gradients are clipped by the norm of all": ("optimizers",),
-    "nothing gathered is read after its shards have changed": ("byhand", "changes", "accumulation"),
-    "partial sums of deferred backwards count": ("meshes",),
-    "names of parameters are no entry of param groups": ("resume",),
-    "what has no elements is not sent": ("structure", "doors"),
-    "gradients that nobody has averaged are refused": ("doors",),
-    "optimizers with state per block see whole blocks": ("optimizers",),
-    "hooks on streams need no accelerator": ("accumulation", "byhand"),
-    "hooks are not traced where blocks are compiled": ("compiled",),
-    "shards that one seed has drawn are refused": ("meta",),
-    "what has no values is refused": ("meta",),
-    "what is on meta shares no memory": ("meta",),
-    "graphs within transforms count": ("losses",),
-    "weights that hooks hold stay": ("losses",),
-    "torch's replicate leaves units alone": ("around",),
-    "attributes follow": ("groups",),
-    "buffers that differ are not saved": ("saves",),
-    "ranks begin alike": ("beside",),
-    "options reach the step beside another group": ("groups",),
-    "gradients of joined ranks lie as parameters do": ("joins",),
-    "copies ignore what the model ignores": ("copies",),
-    "a recomputed unit ends with its checkpoint": ("sizes",),
 }
-NEEDS_FOUR = ("partial sums of deferred backwards count",)  # ranks: replicas of shards
 
 
 def find(fault: str, max_cases: int, num_ranks: int, say: Callable[[str], None], seed: int = 0) -> int:
@@ -85,32 +55,5 @@ def _kinds(node: Node) -> set[str]:
 
 
 def run_self_test(names: Sequence[str], max_cases: int, say: Callable[[str], None], seed: int = 0) -> dict[str, int]:
-    """Plant the faults, and take back the fixes, that are called ``names``, one after another; return :func:`find` of each.
-
-    Two ranks are enough for all but :data:`NEEDS_FOUR`.
-    """
-    return {name: find(name, max_cases, 4 if name in NEEDS_FOUR else 2, say, seed) for name in names}
-
-
-def table_of(found: Mapping[str, int], max_cases: int, seed: int) -> str:
-    """Return the cases it took to find each fault as a table of Markdown."""
-    kinds = {name: "fault" if name in FAULTS else "fix taken back" for name in found}
-    lines = [
-        f"Written by `python -m fuzz --self-test --seed {seed} --table FILE`: {max_cases} cases at most.",
-        "",
-        "| planted, or what holds no more | kind | ranks | areas | cases until found |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for name, number in found.items():
-        ranks = 4 if name in NEEDS_FOUR else 2
-        lines.append(f"| {name} | {kinds[name]} | {ranks} | {', '.join(PLACES[name])} | {number or 'not found'} |")
-    return "\n".join(lines)
-
-
-def put_table(path: Path, table: str) -> None:
-    """Replace what lies between the marks in the page at ``path``.  Raises: ValueError if it has none."""
-    head, mark, rest = path.read_text().partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not mark or not end:
-        raise ValueError(f"{path} has no lines {BEGIN!r} and {END!r}, between which the table goes")
-    path.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}")
+    """Plant the faults that are called ``names`` on two ranks, one after another; return :func:`find` of each."""
+    return {name: find(name, max_cases, 2, say, seed) for name in names}

@@ -50,6 +50,24 @@ def test_state_that_was_not_there_is_gone_and_state_that_was_is_the_same_object(
     assert torch.equal(model.weight, weight)
 
 
+def test_options_and_gradients_are_those_before() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    gradient = model.weight.grad
+    assert gradient is not None
+    with transaction(model, optimizer, skip=KeyError):
+        optimizer.param_groups[0]["lr"] = 7.0
+        optimizer.param_groups[0]["new"] = 1
+        model(torch.ones(1, 4)).sum().backward()
+        model.bias.grad = None
+        raise KeyError
+    assert (optimizer.param_groups[0]["lr"], "new" in optimizer.param_groups[0]) == (0.1, False)
+    assert model.weight.grad is gradient
+    assert gradient.tolist() == [[1.0] * 4] * 2
+    assert model.bias.grad is not None
+
+
 def test_nothing_of_a_step_is_held_when_it_is_over() -> None:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters())

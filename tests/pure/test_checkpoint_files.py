@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.checkpoint.files import Files, give_back, read_all, take, write_all
-from shardwise.errors import DamagedCheckpointError
+from shardwise.errors import CheckpointError, DamagedCheckpointError
 
 
 def test_nothing_but_a_file_of_the_folder_is_opened(tmp_path: Path) -> None:
@@ -44,3 +44,16 @@ def test_a_lock_writes_to_no_file_of_others(tmp_path: Path) -> None:
     take(tmp_path)
     give_back(tmp_path)
     assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_fork_has_not_the_lock_of_its_parent(tmp_path: Path) -> None:
+    take(tmp_path)
+    child = os.fork()
+    if not child:
+        with pytest.raises(CheckpointError, match=f"process {os.getppid()} on "):
+            take(tmp_path)
+        give_back(tmp_path)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (tmp_path / ".lock").exists()
+    give_back(tmp_path)

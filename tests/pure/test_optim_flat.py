@@ -7,6 +7,37 @@ import torch
 from torch import nn
 
 from shardwise import ConfigError, ShardedOptimizer
+from shardwise.optim.elementwise import MANY_LAYOUTS, ElementwiseStep
+from shardwise.optim.slices import slices_of
+
+
+def test_neighbours_by_chance_do_not_cost_a_layout_per_step() -> None:
+    """Gradients that an allocator puts side by side in every other step: after a while pieces are left apart, for a while."""
+    memory, single = torch.randn(4), []
+    tensors = {"0": memory[:2].clone(), "1": memory[2:].clone()}
+    together = torch.cat(list(tensors.values())).split(2)
+    tensors = dict(zip(tensors, together, strict=True))
+    single = [tensor.clone() for tensor in together]
+    flat = ElementwiseStep(
+        lambda groups: torch.optim.Adam(groups, lr=0.1),
+        [([slices_of(name, tensor) for name, tensor in tensors.items()], {})],
+        True,
+    )
+    expected = torch.optim.Adam(single, lr=0.1)
+    counts: list[int] = []
+    for step in range(20 * MANY_LAYOUTS):
+        gradients = torch.randn(5)
+        apart = step % 2
+        for index, (tensor, other) in enumerate(zip(tensors.values(), single, strict=True)):
+            start = 2 * index + apart * index
+            tensor.grad = gradients[start : start + 2]
+            other.grad = tensor.grad.clone()
+        flat.step()
+        expected.step()
+        counts.append(len(flat.optimizer.param_groups[0]["params"]))
+    assert all(torch.equal(a, b) for a, b in zip(tensors.values(), single, strict=True))
+    assert counts[:4] == [1, 2, 1, 2]
+    assert sum(count == 1 for count in counts) < 2 * MANY_LAYOUTS, counts
 
 
 def test_indices_with_names_are_read_by_the_names() -> None:

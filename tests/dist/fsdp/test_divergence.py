@@ -11,80 +11,20 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.divergent import Divergent, Steps, Way, alone, assert_same, drawn, inputs, on_all, run_forward
-from helpers.inside import parts_from
-from helpers.pairs import few, pairwise
+from helpers.divergent import ALL, Steps, check, divergent, inputs, loss_of, on_all, over_replicas, sharded, way
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import DesyncError, FSDPModule, StateError, fully_shard, replicate, shard_model
+from shardwise import DesyncError, StateError, fully_shard
 from shardwise.torch_private import all_groups
-
-TRANSPORTS = ("auto", "gloo", "collective")
-WAYS = ("sharded", "kept", "int", "hsdp", "replicate", "shard_model")
-OF_TWO_AXES = ("hsdp", "int")  # those of four ranks: on two, one of the axes has one rank
-CASES = [
-    *pairwise(OF_TWO_AXES, TRANSPORTS, [4]),
-    *pairwise([kind for kind in WAYS if kind not in OF_TWO_AXES], TRANSPORTS, [2, 4]),
-]
-
-
-def sharded(kind: str, transport: str = "auto") -> nn.Module:
-    torch.manual_seed(0)
-    model = Divergent()
-    size = dist.get_world_size()
-    if kind == "replicate":
-        for layer in model.layers:
-            replicate(layer)
-        replicate(model)
-    elif kind == "shard_model":
-        shard_model(model)
-    else:
-        mesh = (
-            init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
-            if kind == "hsdp"
-            else init_device_mesh("cpu", (size,))
-        )
-        after = {"kept": False, "int": max(size // 2, 1)}.get(kind, True)
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=after)
-        fully_shard(model, mesh=mesh)
-    assert isinstance(model, FSDPModule)
-    model.set_transport(transport)  # pyright: ignore
-    model.set_allow_rank_divergence(True)
-    return model
-
-
-def check(steps: Steps, kind: str, transport: str = "auto", joins: bool = False) -> None:
-    torch.manual_seed(0)
-    plain = Divergent()
-    model = sharded(kind, transport)
-    found = on_all(steps, model, (lambda: Join([cast(Any, model)])) if joins else nullcontext)
-    assert_same(found, alone(steps, plain), [name for name, _ in plain.named_parameters()])
 
 
 def tower(num_ranks: int) -> Steps:
     """A tower that other ranks need in each step."""
-    return [[[Way((0, 1, 3) if (rank + step) % 2 else (0, 1, 2, 3))] for rank in range(num_ranks)] for step in range(4)]
-
-
-@pytest.mark.parametrize(("kind", "transport", "num_ranks"), few(CASES, 3))
-@on_ranks()
-def test_a_tower_on_some_ranks(kind: str, transport: str, num_ranks: int) -> None:
-    check(tower(num_ranks), kind, transport)
-
-
-@pytest.mark.parametrize(
-    ("kind", "num_ranks"), [pytest.param("sharded", 4, marks=pytest.mark.exhaustive), ("kept", 2), ("hsdp", 4)]
-)
-@on_ranks()
-def test_ways_of_units_whose_parameters_are_sent_one_by_one(kind: str, num_ranks: int) -> None:
-    with parts_from(6):
-        check(tower(num_ranks), kind, "gloo")
-        check(drawn(1, num_ranks, 3), kind, "gloo", joins=True)
+    return [[[way(0, 1, 3) if (rank + step) % 2 else ALL] for rank in range(num_ranks)] for step in range(4)]
 
 
 class Wide(nn.Module):
@@ -134,11 +74,8 @@ class Watching(TorchDispatchMode):
 @on_ranks(2)
 def test_a_rank_whose_collectives_are_watched_makes_all_use_them() -> None:
     """Shared memory is not used then, so a skipped unit is gathered for the others."""
-    model, plain = sharded("sharded"), Divergent()
     with Watching() if dist.get_rank() else nullcontext():
-        found = on_all(tower(2), model)
-    torch.manual_seed(0)
-    assert_same(found, alone(tower(2), plain), [name for name, _ in plain.named_parameters()])
+        check(tower(2), sharded())
 
 
 @pytest.mark.parametrize("transport", ["auto", "collective"])
@@ -187,12 +124,12 @@ def test_several_roots_under_one_optimizer_are_served_in_one_order() -> None:
 
 @on_ranks(2)
 def test_the_switch_goes_off_after_ranks_took_different_ways() -> None:
-    model = sharded("kept", "gloo")
-    with Join([cast(Any, model)]), torch.no_grad():
+    model = sharded("gloo", reshard_after_forward=False)
+    with Join([model]), torch.no_grad():
         if dist.get_rank() == 0:
-            model(torch.ones(2, 5, dtype=torch.float64), Way())
-    cast(FSDPModule, model).set_allow_rank_divergence(False)
-    model(torch.ones(2, 5, dtype=torch.float64), Way()).sum().backward()
+            model(torch.ones(2, 5, dtype=torch.float64), ALL)
+    model.set_allow_rank_divergence(False)
+    model(torch.ones(2, 5, dtype=torch.float64), ALL).sum().backward()
 
 
 @on_ranks(2)
@@ -215,16 +152,14 @@ def test_ranks_that_differ_in_the_switch_are_told() -> None:
 @on_ranks(4)
 def test_sums_over_the_shard_axis_add_up_where_a_backward_reduces_a_unit_twice() -> None:
     """Ranks run the layers in opposite orders, and reduce over the replicas in the second microbatch alone."""
-    model, plain = sharded("hsdp"), Divergent()
-    torch.manual_seed(0)
-    orders = [Way((0, 1)), Way((1, 0)), Way((0, 1)), Way((1, 0))]
-    steps = [[[way, Way((0, 1))] for way in orders] for _ in range(3)]
+    model = over_replicas()
+    orders = [way(0, 1), way(1, 0), way(0, 1), way(1, 0)]
+    steps = [[[each, way(0, 1)] for each in orders] for _ in range(3)]
 
     def before_micro(step: int, micro: int, count: int) -> None:
-        cast(FSDPModule, model).set_requires_all_reduce(micro == count - 1)
+        model.set_requires_all_reduce(micro == count - 1)
 
-    found = on_all(steps, model, before_micro=before_micro)
-    assert_same(found, alone(steps, plain), [name for name, _ in plain.named_parameters()])
+    check(steps, model, before_micro=before_micro)
 
 
 @pytest.mark.parametrize("first", ["switch", "manual"])
@@ -253,33 +188,27 @@ def test_the_switch_uses_its_group_again() -> None:
 @on_ranks(2)
 def test_a_copy_has_the_switch(has_run: bool) -> None:
     """Its first forward runs on one rank alone."""
-    model, plain = sharded("sharded"), Divergent()
-    torch.manual_seed(0)
+    model, plain = sharded(), divergent()
     if has_run:
-        on_all([[[Way((0,))], [Way((1,))]]], model)
-        plain = copy.deepcopy(plain)
+        on_all([[[way(0)], [way(1)]]], model)
         for param, mine in zip(plain.parameters(), model.parameters(), strict=True):
             param.data.copy_(cast(Any, mine).full_tensor())
         model.zero_grad()
-    steps = [[[Way((0,))], []], [[Way((1,))], [Way((0,))]]]
-    found = on_all(steps, copy.deepcopy(model))
-    assert_same(found, alone(steps, plain), [name for name, _ in plain.named_parameters()])
+    steps = [[[way(0)], []], [[way(1)], [way(0)]]]
+    check(steps, copy.deepcopy(model), plain)
 
 
 @on_ranks(4)
 def test_a_join_that_divides_by_the_ranks_that_are_in_it_scales_sums_over_shards_once() -> None:
     """Ranks 2 and 3 leave after the first backward; the last one alone reduces over the replicas."""
-    model, plain = sharded("hsdp"), Divergent()
-    torch.manual_seed(0)
+    model, plain = over_replicas(), divergent()
     count = 3 if dist.get_rank() < 2 else 1
-    with Join([cast(Any, model)], divide_by_initial_world_size=False):
+    with Join([model], divide_by_initial_world_size=False):
         for micro in range(count):
-            cast(FSDPModule, model).set_requires_all_reduce(micro == 2)
-            cast(Any, run_forward(model, Way(), inputs(0, dist.get_rank(), micro))).backward()
+            model.set_requires_all_reduce(micro == 2)
+            loss_of(model, ALL, inputs(0, dist.get_rank(), micro)).backward()
     for rank, micro in [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1), (0, 2), (1, 2)]:
-        (
-            cast(Any, run_forward(plain, Way(), inputs(0, rank, micro))) / 2
-        ).backward()  # two are in it at the last backward
+        (loss_of(plain, ALL, inputs(0, rank, micro)) / 2).backward()  # two are in it at the last backward
     for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
         if its.grad is not None:
             assert torch.equal(cast(Any, mine.grad).full_tensor(), its.grad)

@@ -4,61 +4,57 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import os
 import re
 import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.divergent import Divergent, Signs, Steps, Way, alone, assert_same, inputs, on_all, run_forward
+from fuzz.divergence.case import Way
+from fuzz.divergence.program import Model, Signs
+from helpers.divergent import (
+    ALL,
+    Steps,
+    alone,
+    assert_same,
+    check,
+    divergent,
+    inputs,
+    loss_of,
+    on_all,
+    over_replicas,
+    sharded,
+    way,
+)
 from helpers.jobs import Job
 from helpers.live_bytes import LiveBytes
 from helpers.ranks import FOUR, on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from shardwise import CPUOffloadPolicy, DesyncError, StateError, fully_shard, register_fsdp_forward_method
 from shardwise.checkpoint import load, save
 from shardwise.testing import faults
 
-ALL = Way((0, 1, 2, 3))
-
-
-def sharded(transport: str = "auto", **options: Any) -> Any:
-    model = Divergent()
-    for layer in model.layers:
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
-    model.set_transport(transport)  # pyright: ignore
-    model.set_allow_rank_divergence(True)  # pyright: ignore
-    return model
-
-
-def names_of(model: nn.Module) -> list[str]:
-    return [name for name, _ in model.named_parameters()]
-
-
-def check(steps: Steps, model: nn.Module, **options: Any) -> None:
-    plain = Divergent()
-    assert_same(on_all(steps, model, **options), alone(steps, plain), names_of(plain))
-
 
 def towers(num_ranks: int, num_micros: int = 1) -> Steps:
     """Each rank skips another layer in each step; in the last two steps, some run them in the opposite order."""
     skipped = [
-        [Way(tuple(each for each in range(4) if each != (step + rank) % 4)) for rank in range(num_ranks)]
+        [way(*(each for each in range(4) if each != (step + rank) % 4)) for rank in range(num_ranks)]
         for step in range(4)
     ]
-    turned = [[Way(way.layers[::-1]) if rank % 2 else way for rank, way in enumerate(ways)] for ways in skipped[2:]]
+    turned = [
+        [replace(each, calls=each.calls[::-1]) if rank % 2 else each for rank, each in enumerate(ways)]
+        for ways in skipped[2:]
+    ]
     return [
         [[ways[rank]] * (num_micros - 1) + [ALL] * (num_micros > 1) or [ways[rank]] for rank in range(num_ranks)]
         for ways in [*skipped[:2], *turned]
@@ -72,9 +68,7 @@ def step_of(model: Any, way: Way, number: int = 0, during: Callable[[], object] 
     """Run a forward and backward of ``way``, with ``during`` called in the first layer."""
     hook = model.layers[0].register_forward_pre_hook(lambda *_: cast(None, during()))
     try:
-        loss = run_forward(model, way, inputs(number, dist.get_rank(), 0))
-        assert loss is not None
-        loss.backward()
+        loss_of(model, way, inputs(number, dist.get_rank(), 0)).backward()
     finally:
         hook.remove()
 
@@ -104,7 +98,7 @@ def fails(where: str, transport: str, fault: Any) -> str:
                     during=strike if own else (lambda: time.sleep(1.0)) if where == "waits" else lambda: None,
                 )
             else:
-                step_of(model, Way(()))
+                step_of(model, way())
             optimizer.step()
 
 
@@ -141,7 +135,7 @@ def test_without_the_switch_the_error_of_ranks_that_differ_names_it() -> None:
     model.set_allow_rank_divergence(False)
     with pytest.raises(DesyncError, match=r"unless the root has\s+set_allow_rank_divergence\(True\)"):
         for number in range(3):
-            step_of(model, ALL if number == 0 else Way((dist.get_rank(), 3)))
+            step_of(model, ALL if number == 0 else way(dist.get_rank(), 3))
 
 
 # ---- What is refused is refused on all ranks, and later steps work.
@@ -165,10 +159,10 @@ def test_a_backward_inside_of_a_forward_is_refused() -> None:
         model.head.weight.sum().backward()
 
     with pytest.raises(StateError, match="a backward began inside of a forward"):
-        step_of(model, ALL if dist.get_rank() else Way((0,)), during=inner)
+        step_of(model, ALL if dist.get_rank() else way(0), during=inner)
     dist.barrier()
     model.zero_grad()
-    step_of(model, Way((dist.get_rank(),)))
+    step_of(model, way(dist.get_rank()))
     assert plain.keys() == model.state_dict().keys()
 
 
@@ -223,33 +217,16 @@ class Called(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        model.run = lambda x, way: Divergent.forward(model, x, way)
+        model.run = lambda x, way: Model.forward(model, x, way)
         register_fsdp_forward_method(model, "run")
 
     def forward(self, x: torch.Tensor, way: Way) -> torch.Tensor:
         return self.model.run(x, way)
 
 
-def prefetching(model: Any) -> nn.Module:
-    layers = list(model.layers)
-    model.set_modules_to_forward_prefetch([layers[2], layers[3]])
-    for first, second in itertools.pairwise(layers):
-        first.set_modules_to_forward_prefetch([second])
-        second.set_modules_to_backward_prefetch([first])
-    return model
-
-
 def compiled(model: Any) -> nn.Module:
     for layer in model.layers:
         layer.compile(backend="eager")
-    return model
-
-
-def toggled(model: Any) -> nn.Module:
-    for is_allowed in (False, True):
-        step_of(model, ALL)
-        model.zero_grad()
-        model.set_allow_rank_divergence(is_allowed)
     return model
 
 
@@ -262,9 +239,7 @@ def clipped_after_join(model: Any) -> nn.Module:
 
 
 CHANGES: dict[str, Callable[[Any], nn.Module]] = {
-    "prefetch": prefetching,
     "compiled": compiled,
-    "toggled": toggled,
     "method": Called,
     "after a join": clipped_after_join,
 }
@@ -273,9 +248,7 @@ CHANGES: dict[str, Callable[[Any], nn.Module]] = {
 @pytest.mark.parametrize(
     ("change", "transport", "num_ranks"),
     [
-        ("prefetch", "auto", 4),
         ("compiled", "collective", 2),
-        ("toggled", "auto", 2),
         ("method", "collective", 4),
         ("after a join", "auto", 4),
     ],
@@ -283,10 +256,7 @@ CHANGES: dict[str, Callable[[Any], nn.Module]] = {
 @on_ranks()
 def test_other_features_train_as_one_process(change: str, transport: str) -> None:
     model = CHANGES[change](sharded(transport))
-    plain = Divergent()
-    assert_same(
-        on_all(towers(dist.get_world_size()), model), alone(towers(dist.get_world_size()), plain), names_of(plain)
-    )
+    check(towers(dist.get_world_size()), model)
 
 
 @on_ranks(2)
@@ -312,14 +282,14 @@ def test_accumulation_over_backwards_trains_as_one_process(setting: str) -> None
 @pytest.mark.parametrize(
     "middle",
     [
-        pytest.param([Way((0,))] * 4, marks=pytest.mark.exhaustive),
-        pytest.param([Way((0, 1, 2, 3)), Way((3, 2, 1, 0))] * 2, marks=pytest.mark.exhaustive),
-        [Way((rank,)) for rank in range(4)],
+        pytest.param([way(0)] * 4, marks=pytest.mark.exhaustive),
+        pytest.param([ALL, way(3, 2, 1, 0)] * 2, marks=pytest.mark.exhaustive),
+        [way(rank) for rank in range(4)],
     ],
 )
 @on_ranks(4)
 def test_sums_over_the_shard_axis_are_kept_until_replicas_are_summed(middle: list[Way]) -> None:
-    model = sharded(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    model = over_replicas()
     steps = [[[ALL, ALL, ALL]] * 4, *[[[ALL, middle[rank], ALL] for rank in range(4)]] * 2]
     check(
         steps, model, before_micro=lambda _, micro, num_micros: model.set_requires_all_reduce(micro == num_micros - 1)
@@ -328,7 +298,7 @@ def test_sums_over_the_shard_axis_are_kept_until_replicas_are_summed(middle: lis
 
 @on_ranks(2, FOUR)
 def test_optimizers_in_hooks_of_gradients_step_on_ranks_that_only_serve() -> None:
-    model, plain, rank, size = sharded(), Divergent(), dist.get_rank(), dist.get_world_size()
+    model, plain, rank, size = sharded(), divergent(), dist.get_rank(), dist.get_world_size()
     for each in (model, plain):
         for param in each.parameters():
             if param.requires_grad:
@@ -340,29 +310,25 @@ def test_optimizers_in_hooks_of_gradients_step_on_ranks_that_only_serve() -> Non
 
                 param.register_post_accumulate_grad_hook(step)
     for number in range(4):
-        loss = run_forward(model, Way((rank % 4,)), inputs(number, rank, 0))
+        loss = loss_of(model, way(rank % 4), inputs(number, rank, 0))
         owner = number % size
-        if rank == owner and loss is not None:
+        if rank == owner:
             loss.backward()
         with torch.no_grad():
             model(inputs(number, rank, 0), ALL)  # serves the backward
-        loss = run_forward(plain, Way((owner % 4,)), inputs(number, owner, 0))
-        assert loss is not None
-        (loss / size).backward()
+        (loss_of(plain, way(owner % 4), inputs(number, owner, 0)) / size).backward()
     for (name, param), expected in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
         assert torch.equal(param.full_tensor(), expected), name
 
 
 @on_ranks(2, FOUR)
 def test_a_gradient_scaler_takes_the_steps_of_one_process() -> None:
-    steps, rank, plain = towers(dist.get_world_size()), dist.get_rank(), Divergent()
+    steps, rank, plain = towers(dist.get_world_size()), dist.get_rank(), divergent()
     expected, model = alone(steps, plain), sharded()
     optimizer = Signs(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     for number, ways in enumerate(steps):
-        loss = run_forward(model, ways[rank][0], inputs(number, rank, 0))
-        assert loss is not None
-        scaler.scale(loss).backward()
+        scaler.scale(loss_of(model, ways[rank][0], inputs(number, rank, 0))).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1e9)
         scaler.step(optimizer)
@@ -379,7 +345,7 @@ def test_checkpoints_are_saved_and_loaded_between_such_steps(tmp_path: Path) -> 
     save(tmp_path, {"model": model}, step=2)
     first = on_all(steps[2:], model)
     load(tmp_path, {"model": model})
-    assert_same(on_all(steps[2:], model), first, names_of(model))
+    assert_same(on_all(steps[2:], model), first, [name for name, _ in model.named_parameters()])
 
 
 # ---- Join.
@@ -402,7 +368,7 @@ def test_a_disabled_join_and_one_of_equal_numbers_change_nothing(size_divides: b
 @on_ranks(2, FOUR)
 def test_a_join_of_a_sharded_model_and_another_object_is_refused_by_torch(is_first: bool) -> None:
     model, other = sharded(), sharded()
-    for another in (other, shardwise.ZeroRedundancyOptimizer(Divergent().parameters(), torch.optim.SGD, lr=0.1)):
+    for another in (other, shardwise.ZeroRedundancyOptimizer(divergent().parameters(), torch.optim.SGD, lr=0.1)):
         with pytest.raises(ValueError, match="multiple process groups"):
             Join([model, another] if is_first else [another, model])
     check(towers(dist.get_world_size()), model)
@@ -435,7 +401,7 @@ def test_one_model_may_diverge_beside_one_that_does_not(late: int) -> None:
     model, other, rank = sharded(), fully_shard(nn.Linear(5, 5).double()), dist.get_rank()
     optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.5)
     for number in range(3):
-        out = model(inputs(number, rank, 0), Way((rank, 3)))
+        out = model(inputs(number, rank, 0), way(rank, 3))
         # The other rank is through with its own nodes, and must serve this one before it waits for it.
         out.register_hook(lambda _: time.sleep(0.3 * (rank == late)))
         other(out).sum().backward()

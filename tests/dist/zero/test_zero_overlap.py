@@ -1,7 +1,7 @@
-"""Hooks that step in DDP's backward: bitwise the result of stepping after it, and no step lost."""
+"""Steps of parameters that are not row-major in memory, in DDP's backward and after it: the bits of a local optimizer."""
 
 import copy
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,43 +10,31 @@ import torch.distributed as dist
 from helpers import pairs
 from helpers.compare import assert_equal
 from helpers.ranks import FOUR, on_ranks
+from helpers.zero_models import AnyOrder, images
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from shardwise import (
-    ZeroRedundancyOptimizer,
-    hook_with_zero_step,
-    hook_with_zero_step_interleaved,
-)
+from shardwise import ShardwiseError, ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 from shardwise.zero.optimizer import zero_backend
 
-NUM_STEPS = 5
-SGD_OPTIONS = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.001}
+NUM_STEPS = 4
+PARTITIONS = ("whole", "even")
+HOOKS = (hook_with_zero_step, hook_with_zero_step_interleaved)
+FUSED = {"lr": 0.05, "weight_decay": 0.01, "fused": True}
 
 
-def _model() -> torch.nn.Module:
-    """Three DDP buckets and more: the first holds 1 MiB, the others 0.2 MiB each (see ``_ddp``)."""
-    torch.manual_seed(0)
-    widths = [64, 512, 512, 128, 96, 8]
-    layers: list[torch.nn.Module] = []
-    for before, after in pairwise(widths):
-        layers += [torch.nn.Linear(before, after), torch.nn.ReLU()]
-    return torch.nn.Sequential(*layers)
-
-
-def _ddp(model: torch.nn.Module, **options: Any) -> DDP:
-    return DDP(model, bucket_cap_mb=0.2, **options)
+def _ddp(**options: Any) -> DDP:
+    return DDP(AnyOrder(), bucket_cap_mb=0.002, **options)  # several buckets
 
 
 def _inputs() -> list[torch.Tensor]:
-    torch.manual_seed(1 + dist.get_rank())
-    return [torch.randn(4, 64) for _ in range(NUM_STEPS)]
+    return [images(10 * index + dist.get_rank()) for index in range(NUM_STEPS)]
 
 
 def _groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     decayed = [p for p in model.parameters() if p.dim() > 1]
-    return [{"params": decayed}, {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 0.02}]
+    return [{"params": decayed}, {"params": [p for p in model.parameters() if p.dim() <= 1], "lr": 0.02}]
 
 
 def _train(ddp, optim, scheduler=None, steps_itself=True) -> list[torch.Tensor]:
@@ -61,18 +49,23 @@ def _train(ddp, optim, scheduler=None, steps_itself=True) -> list[torch.Tensor]:
     return [p.detach().clone() for p in ddp.parameters()]
 
 
-def _train_plain(optimizer_class=torch.optim.SGD, ddp_options=None, scheduler=None, **options) -> list[torch.Tensor]:
-    ddp = _ddp(_model(), **(ddp_options or {}))
+def _train_plain(optimizer_class=torch.optim.AdamW, ddp_options=None, scheduler=None, **options) -> list[torch.Tensor]:
+    ddp = _ddp(**(ddp_options or {}))
     ddp.register_comm_hook(None, allreduce_hook)
     return _train(ddp, optimizer_class(_groups(ddp.module), **options), scheduler)
 
 
-def _train_overlapped(
-    make_hook, optimizer_class=torch.optim.SGD, ddp_options=None, hook_options=None, scheduler=None, **options
-) -> list[torch.Tensor]:
-    ddp = _ddp(_model(), **(ddp_options or {}))
+def _overlapped(
+    make_hook, reduce=allreduce_hook, optimizer_class=torch.optim.AdamW, ddp_options=None, hook_options=None, **options
+):
+    ddp = _ddp(**(ddp_options or {}))
     zero = ZeroRedundancyOptimizer(_groups(ddp.module), optimizer_class, overlap_with_ddp=True, **options)
-    ddp.register_comm_hook(None, make_hook(allreduce_hook, ddp, zero, **(hook_options or {})))
+    ddp.register_comm_hook(None, make_hook(reduce, ddp, zero, **(hook_options or {})))
+    return ddp, zero
+
+
+def _train_overlapped(make_hook, scheduler=None, **options) -> list[torch.Tensor]:
+    ddp, zero = _overlapped(make_hook, **options)
     found = _train(ddp, zero, scheduler, steps_itself=False)
     assert zero_backend(zero).num_steps == NUM_STEPS
     return found
@@ -80,19 +73,55 @@ def _train_overlapped(
 
 @on_ranks(2, FOUR)
 def test_overlapped_steps_equal_ddp_with_a_local_optimizer() -> None:
-    """Every pair of options, and on four ranks all 16 combinations; parity holds from the first step on."""
-    start = list(_model().parameters())
-    axes = ((False, True), (False, True), (hook_with_zero_step, hook_with_zero_step_interleaved), (False, True))
-    cases = list(product(*axes) if dist.get_world_size() == 4 else pairs.pairwise(*axes))
+    """Every pair of options: views of buckets, a static graph, the hook, cut buckets, the partition."""
+    start = list(AnyOrder().parameters())
+    cases = pairs.pairwise((False, True), (False, True), HOOKS, (False, True), PARTITIONS)
     for bucket_view, static_graph in sorted({case[:2] for case in cases}):
         ddp_options = {"gradient_as_bucket_view": bucket_view, "static_graph": static_graph}
-        expected = _train_plain(ddp_options=ddp_options, **SGD_OPTIONS)
+        expected = _train_plain(ddp_options=ddp_options, **FUSED)
         assert not any(torch.equal(a, b) for a, b in zip(expected, start, strict=True))
-        for *_, make_hook, shard_buckets in [case for case in cases if case[:2] == (bucket_view, static_graph)]:
+        for case in [case for case in cases if case[:2] == (bucket_view, static_graph)]:
+            *_, make_hook, shard_buckets, partition = case
+            hook_options = {"shard_buckets": shard_buckets}
             found = _train_overlapped(
-                make_hook, ddp_options=ddp_options, hook_options={"shard_buckets": shard_buckets}, **SGD_OPTIONS
+                make_hook, ddp_options=ddp_options, hook_options=hook_options, partition=partition, **FUSED
             )
-            assert_equal(found, expected)
+            assert_equal(found, expected, case)
+
+
+@on_ranks(2, FOUR)
+def test_steps_after_backward_equal_ddp_with_a_local_optimizer() -> None:
+    expected = _train_plain(**FUSED)
+    for partition, bucket_view, views in pairs.pairwise(PARTITIONS, (False, True), (False, True)):
+        ddp = _ddp(gradient_as_bucket_view=views)
+        ddp.register_comm_hook(None, allreduce_hook)
+        options = {"partition": partition, "parameters_as_bucket_view": bucket_view, **FUSED}
+        zero = ZeroRedundancyOptimizer(_groups(ddp.module), torch.optim.AdamW, **options)
+        strides = [p.stride() for p in ddp.parameters()]
+        assert_equal(_train(ddp, zero), expected, (partition, bucket_view, views))
+        assert [p.stride() for p in ddp.parameters()] == strides
+
+
+@on_ranks(2, FOUR)
+def test_a_hook_may_return_new_memory() -> None:
+    def to_new_memory(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return allreduce_hook(state, bucket).then(lambda done: done.value().clone())
+
+    expected = _train_plain(**FUSED)
+    for make_hook, partition in product(HOOKS, PARTITIONS):
+        found = _train_overlapped(make_hook, reduce=to_new_memory, partition=partition, **FUSED)
+        assert_equal(found, expected, (make_hook.__name__, partition))
+
+
+@on_ranks(2, FOUR)
+def test_a_changed_order_is_refused() -> None:
+    """DDP has laid out its buckets by then."""
+    for make_hook in HOOKS:
+        ddp, zero = _overlapped(make_hook, **FUSED)
+        _train(ddp, zero, steps_itself=False)
+        ddp.module.second.to(memory_format=torch.contiguous_format)
+        with pytest.raises(ShardwiseError, match="DDP and the hook"):
+            _train(ddp, zero, steps_itself=False)
 
 
 @on_ranks(2, FOUR)
@@ -109,7 +138,7 @@ def test_any_optimizer_may_overlap() -> None:
         expected = _train_plain(optimizer_class, scheduler=True, **options)
         for make_hook, partition in ((hook_with_zero_step, "even"), (hook_with_zero_step_interleaved, "whole")):
             extra = {"partition": partition, "parameters_as_bucket_view": partition == "even"}
-            found = _train_overlapped(make_hook, optimizer_class, scheduler=True, **extra, **options)
+            found = _train_overlapped(make_hook, scheduler=True, optimizer_class=optimizer_class, **extra, **options)
             assert_equal(found, expected)
 
 
@@ -121,7 +150,7 @@ def test_unused_parameters_stay_and_accumulated_gradients_count() -> None:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.used, self.unused = torch.nn.Linear(64, 8), torch.nn.Linear(64, 8)
+            self.used, self.unused = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
 
         def forward(self, x, use_all=False):
             return self.used(x) + (self.unused(x) if use_all else 0)
@@ -155,12 +184,11 @@ def test_a_joined_rank_steps_its_share() -> None:
     results = []
     ways: list[Any] = [None, hook_with_zero_step, hook_with_zero_step_interleaved]
     for way in ways:
-        ddp = _ddp(_model())
         if way is not None:
-            optim: Any = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, overlap_with_ddp=True, lr=1e-3)
-            ddp.register_comm_hook(None, way(allreduce_hook, ddp, optim))
+            ddp, optim = _overlapped(way, optimizer_class=torch.optim.Adam, lr=1e-3)
         else:
-            optim = torch.optim.Adam(ddp.parameters(), lr=1e-3)
+            ddp = _ddp()
+            optim = torch.optim.Adam(_groups(ddp.module), lr=1e-3)
             ddp.register_comm_hook(None, allreduce_hook)
         with Join([ddp] if way is None else [ddp, optim]):
             for batch in _inputs()[: 1 + rank]:
@@ -181,7 +209,7 @@ def test_a_joined_rank_steps_its_share() -> None:
 
 @on_ranks(2, FOUR)
 def test_wrong_arguments_are_refused() -> None:
-    ddp = _ddp(_model())
+    ddp = _ddp()
     no_overlap = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     zero = ZeroRedundancyOptimizer(list(ddp.parameters())[:2], torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
     before = copy.deepcopy(list(ddp.parameters()))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.compare import from_rank
 from helpers.ranks import FOUR, on_ranks
+from helpers.zero_models import AnyOrder, images
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,32 +22,26 @@ from shardwise import ZeroRedundancyOptimizer
 from shardwise.zero.optimizer import zero_backend
 
 
-def _model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(9, 33), torch.nn.Tanh(), torch.nn.Linear(33, 5), torch.nn.Linear(5, 1))
-
-
 def _groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     return [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 3e-3},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "lr": 3e-3},
     ]
 
 
 def _step(model: torch.nn.Module, optim: torch.optim.Optimizer, index: int) -> None:
     """The same batch on all ranks, so that gradients agree without DDP."""
-    batch = torch.rand(6, 9, generator=torch.Generator().manual_seed(index))
     optim.zero_grad()
-    model(batch).square().sum().backward()
+    model(images(index)).square().mean().backward()
     optim.step()
 
 
 def _make(kind: str, model: torch.nn.Module) -> Any:
     if kind == "plain":
-        return torch.optim.AdamW(_groups(model), lr=1e-3)
+        return torch.optim.AdamW(_groups(model), lr=1e-3, fused=True)
     if kind == "torch":
-        return TorchZero(_groups(model), torch.optim.AdamW, lr=1e-3)
-    return ZeroRedundancyOptimizer(_groups(model), torch.optim.AdamW, lr=1e-3, partition=kind)
+        return TorchZero(_groups(model), torch.optim.AdamW, lr=1e-3, fused=True)
+    return ZeroRedundancyOptimizer(_groups(model), torch.optim.AdamW, lr=1e-3, fused=True, partition=kind)
 
 
 def _full_state(kind: str, optim: Any, to: int) -> Any:
@@ -59,7 +54,7 @@ def _full_state(kind: str, optim: Any, to: int) -> Any:
 @on_ranks(2, FOUR)
 def test_state_of_any_partition_and_of_plain_optimizers_is_exchanged() -> None:
     """Any of plain, torch's, whole and even loads what any other saves, and goes on as if nothing happened."""
-    reference = _model()
+    reference = AnyOrder()
     plain = _make("plain", reference)
     for index in range(5):
         _step(reference, plain, index)
@@ -67,14 +62,14 @@ def test_state_of_any_partition_and_of_plain_optimizers_is_exchanged() -> None:
     for saver, loader in product(("plain", "torch", "whole", "even"), repeat=2):
         if "whole" not in (saver, loader) and "even" not in (saver, loader):
             continue
-        model = _model()
+        model = AnyOrder()
         optim = _make(saver, model)
         for index in range(3):
             _step(model, optim, index)
         saved = _full_state(saver, optim, last)
         assert list(saved["state"]) == sorted(saved["state"])
         before = copy.deepcopy(saved)
-        resumed = _model()
+        resumed = AnyOrder()
         resumed.load_state_dict(model.state_dict())
         other = _make(loader, resumed)
         other.param_groups[0]["lr"] = 77.0
@@ -161,7 +156,7 @@ def test_consolidation_takes_one_tensor_beside_the_target() -> None:
 
 @on_ranks(2, FOUR)
 def test_state_that_does_not_fit_is_refused() -> None:
-    model = _model()
+    model = AnyOrder()
     zero = _make("even", model)
     good = _make("plain", model).state_dict()
     one_group = {"state": {}, "param_groups": good["param_groups"][:1]}
@@ -171,7 +166,10 @@ def test_state_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="doesn't match the size"):
         zero.load_state_dict(short)
     rows = {"step": 1.0, "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
-    factored = {"state": dict.fromkeys(range(6), rows), "param_groups": good["param_groups"]}
+    factored = {
+        "state": dict.fromkeys(range(len(list(model.parameters()))), rows),
+        "param_groups": good["param_groups"],
+    }
     with pytest.raises(ValueError, match="'exp_avg' of parameter"):
         zero.load_state_dict(factored)
 
@@ -180,7 +178,7 @@ def test_state_that_does_not_fit_is_refused() -> None:
 def test_torch_does_not_step_for_state() -> None:
     """torch's functions make state by a step on zeros where they see none: they must see it, on every rank."""
     for partition, params in product(("whole", "even"), (_groups, lambda model: [*model.parameters()][:1])):
-        model = _model()
+        model = AnyOrder()
         zero = ZeroRedundancyOptimizer(params(model), torch.optim.AdamW, partition=partition, lr=1e-3)
         assert not zero.state
         for index in range(2):
@@ -202,7 +200,7 @@ def test_torch_does_not_step_for_state() -> None:
 
 
 def _save(path: str, kind: str, by_name: bool) -> None:
-    model = _model()
+    model = AnyOrder()
     optim = _make(kind, model)
     for index in range(3):
         _step(model, optim, index)
@@ -212,7 +210,7 @@ def _save(path: str, kind: str, by_name: bool) -> None:
 
 
 def _resume(path: str, kind: str, by_name: bool) -> list[torch.Tensor]:
-    model = _model()
+    model = AnyOrder()
     optim = _make(kind, model)
     weights = model.state_dict()
     if kind == "plain":
@@ -246,7 +244,7 @@ def _resume(path: str, kind: str, by_name: bool) -> list[torch.Tensor]:
     ],
 )
 def test_dcp_into_any_ranks_and_partition(pool, tmp_path: Path, saver, save_ranks, loader, load_ranks) -> None:
-    reference = _model()
+    reference = AnyOrder()
     plain = _make("plain", reference)
     for index in range(5):
         _step(reference, plain, index)
@@ -257,12 +255,21 @@ def test_dcp_into_any_ranks_and_partition(pool, tmp_path: Path, saver, save_rank
             torch.testing.assert_close(a, b.detach())
 
 
+def _for_torch() -> torch.nn.Module:
+    """Return a model that torch's ``fully_shard`` takes: nothing without dims, row-major."""
+    model = AnyOrder()
+    model.scale = torch.nn.Parameter(model.scale.detach().view(1))
+    for param in model.parameters():
+        param.data = param.data.contiguous()
+    return model
+
+
 def _save_fsdp2(path: str) -> None:
     """Torch's own fully sharded model and state-dict functions: an independent writer of the same format."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.fsdp import fully_shard
 
-    model = fully_shard(_model())
+    model = fully_shard(_for_torch())
     optim = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for index in range(3):
         _step(model, optim, index)
@@ -271,7 +278,7 @@ def _save_fsdp2(path: str) -> None:
 
 
 def _resume_fsdp2(path: str, partition: str) -> list[torch.Tensor]:
-    model = _model()
+    model = _for_torch()
     optim = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, partition=partition, lr=1.0)
     weights = model.state_dict()
     state = optim.sharded(dict(model.named_parameters()), loading=True)
@@ -283,7 +290,7 @@ def _resume_fsdp2(path: str, partition: str) -> list[torch.Tensor]:
 
 
 def test_a_fully_sharded_run_goes_on_with_sharded_state_only(pool, tmp_path: Path) -> None:
-    reference = _model()
+    reference = _for_torch()
     plain = torch.optim.AdamW(reference.parameters(), lr=3e-3)
     for index in range(5):
         _step(reference, plain, index)
