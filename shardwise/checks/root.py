@@ -100,8 +100,8 @@ class RootChecks(StepChecks):
         self._tree.check()
 
     def see_change(self) -> None:
-        """Check the running pass."""
-        self.is_on = True
+        """Check the running pass, and the next forward: a state dict may have been loaded between passes."""
+        self.is_on, self._num_forwards = True, min(self._num_forwards, _NUM_FIRST - 1)
         self._steps.look_again()
 
     def end_unit(self, unit: Unit) -> None:
@@ -129,7 +129,7 @@ class RootChecks(StepChecks):
             return
         fulls = [(param.fqn, param.full) for param in written if param.inner_spec is None]
         if values := [f"{fqn} with digest {digest_of(full.data):x}" for fqn, full in fulls if full is not None]:
-            place = f"{self._num_forwards}/{unit.number}/{count}"
+            place = f"{unit.track.num_forwards}/{unit.number}/{count}"
             self._num_compared[unit.number] += 1
             check.post(f"writes/{place}", json.dumps(values))
             self._posted.append((place, values))

@@ -246,7 +246,7 @@ class Recorder(ExitStack):
         _, error, trace = raised
         if error is not None:
             self._write_raised(error, trace)
-        return super().__exit__(*raised)
+        return bool(super().__exit__(*raised))
 
     @property
     def is_silent(self) -> bool:

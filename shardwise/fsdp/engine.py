@@ -270,11 +270,8 @@ class Engine:
         # Before the pass begins, since repacking moves shards, which peers may read from then on.
         if self.refuse is not None:
             self.refuse()
-        is_changed = False
         for unit in self.units:
-            is_changed |= unit.ensure_packed(kind == "backward")
-        if is_changed:
-            self.checks.see_change()
+            unit.ensure_packed(kind == "backward")
         self.comm_ctx.pass_tracker.begin(kind)
         if self.divergence is not None and (kind == "backward" or self.exec_order.gathers):
             self.divergence.enter(kind)

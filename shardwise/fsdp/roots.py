@@ -261,7 +261,7 @@ def _become_root(attachment: Attachment, may_be_alone: bool) -> Engine:
             engine.post_optim_event = engine.post_optim_event or inner.engine.post_optim_event
     if is_alone:
         for unit, engine_ref in zip(units, for_gradients, strict=True):
-            unit.engine_side.engine_for_gradient = engine_ref  # a gradient may come before the first forward of the root
+            unit.engine_side.engine_for_gradient = engine_ref  # a gradient may come before a forward of the root
         attachment.engine = engine
         return engine
     for inner in attachments:

@@ -97,7 +97,7 @@ class StepChecks:
         """A forward of the root begins."""
 
     def see_change(self) -> None:
-        """User code has changed parameters since the last pass, as the comparison of ``Snapshot`` shows."""
+        """User code has changed parameters, as the comparison of ``Snapshot`` shows; called in a pass, or before the next."""
 
     def end_unit(self, unit: Unit) -> None:
         """The forward of ``unit`` has ended, whose full parameters are still registered; called while ``is_on``."""
@@ -365,13 +365,13 @@ class Unit:
         self.tables.seen = None  # until here user code may have patched extensions on shards
         self.memory.bind(comm)
 
-    def ensure_packed(self, in_step: bool = False) -> bool:
-        """Return True, with the unit repacked, if user code has replaced parameters or their memory, or changed their dtype.
+    def ensure_packed(self, in_step: bool = False) -> None:
+        """Detect whether user code has replaced parameters or their memory, or changed their dtype; repack if it has.
 
         ``in_step``: a forward has checked already, and its backward begins.
         """
         if self.tables.check(in_step):
-            return False
+            return
         # Only here does anything loop over parameters in Python; a warm step ends above.
         is_first = self.memory.is_new
         self.tables.forget()
@@ -392,7 +392,7 @@ class Unit:
                     found.setdefault(full_dtype, set()).add(self.memory.reduce_dtype(param))
             self.reduction.dtypes = {full: wanted.pop() for full, wanted in found.items() if len(wanted) == 1}
         self.tables.see()
-        return True
+        self.engine_side.checks.see_change()
 
     def adopt_registered(self) -> None:
         """Adopt what is registered on the modules as the shards; parameters that user code put there count as a packing."""
