@@ -480,11 +480,11 @@ class Ledger:
         self.agreement = _agreement()
         self.number = 0
         self.is_open = False
+        self._outer: Callable[[], None] | None = None
         self._also = also
         self._model = weakref.ref(model)
         self._ddps = [weakref.ref(each) for each in model.modules() if isinstance(each, DistributedDataParallel)]
         self._attachments = attachments_of(model)
-        self._buffers = [torch_private.buffers_of(module) for module in model.modules()]
         self._optimizers = {id(each): optimized(each) for each in optimizers}
         self.saved = Saved()
         this: weakref.ref[Ledger] = weakref.ref(self)
@@ -505,6 +505,9 @@ class Ledger:
         if self.is_open:
             raise StateError("a transaction over this model runs already; leave it first")
         note("transaction")
+        model = self._model()
+        assert model is not None
+        self._attachments = attachments_of(model)  # modules may have been added since the last one
         for ddp in self._living_ddps():
             members = self.agreement.members if self.agreement is not None else (0,)
             mine = self.agreement.rank if self.agreement is not None else 0
@@ -520,7 +523,7 @@ class Ledger:
             saved.then(each.show)
         for ddp in self._living_ddps():
             saved.then(partial(torch_private.settle_buckets, ddp, has_failed=True))
-        save_buffers(saved, self._buffers)
+        save_buffers(saved, [torch_private.buffers_of(module) for module in model.modules()])
         for each in self._optimizers.values():
             save_options(saved, each)
         for each in self._also:
@@ -529,7 +532,7 @@ class Ledger:
         self.is_open = True
         agreement, number = self.agreement, self.number
         if agreement is not None:
-            store.listen(lambda: agreement.check(number))
+            self._outer = store.listen(lambda: agreement.check(number))
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Save the parameters and the state of ``optimizer``, which is about to change them."""
@@ -541,8 +544,13 @@ class Ledger:
     def close(self) -> None:
         """End the transaction, committed or not."""
         self.is_open = False
-        store.leave()
+        self.stop_listening()
         self.saved.clear()
+
+    def stop_listening(self) -> None:
+        """Let this thread wait without a look at the other ranks, but for that of a block around this one."""
+        if self.agreement is not None:
+            store.leave(self._outer)
 
     def reconnect(self) -> None:
         """Reconnect the groups, and restart the numbers of exchanges.  Collective."""
@@ -664,7 +672,7 @@ class Transaction:
     def _fail(self, error: BaseException, is_own: bool) -> bool:
         """Undo the step with all ranks; return True to suppress the exception."""
         ledger, agreement = self._ledger, self._ledger.agreement
-        store.leave()  # from here on all ranks meet
+        ledger.stop_listening()  # from here on all ranks meet
         cause = self._report(error)
         mine = cause.order
         if agreement is not None:

@@ -54,12 +54,12 @@ def encode(value: Any, name: str, take: Take | None = None, depth: int = 0) -> A
     """
     if depth > _MOST_DEEP:
         raise ConfigError(f"{name}: nested more than {_MOST_DEEP} deep, or within itself; save a flatter state dict")
+    if isinstance(value, np.generic):
+        value = cast(Any, value).item()
     if value is None or type(value) in (bool, str):
         return value
     if isinstance(value, torch.Tensor):
         return _tensor(value, name, take)
-    if isinstance(value, np.generic):
-        value = cast(Any, value).item()
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_MARK: "float", "v": str(float(value))}
     if type(value) is int and value.bit_length() <= _MOST_BITS:

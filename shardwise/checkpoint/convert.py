@@ -164,7 +164,9 @@ def export_model(
     source, target = CheckpointSource.open(folder, step), Path(to)
     if target.is_file():
         raise ConfigError(f"{target} is a file; name a folder to export into")
-    tensors = {split(name)[1]: (name, t) for name, t in source.manifest.tensors.items() if split(name)[0] == key}
+    tensors = {
+        join(*split(name)[1:]): (name, t) for name, t in source.manifest.tensors.items() if split(name)[0] == key
+    }
     if not tensors:
         there = sorted({split(name)[0] for name in source.manifest.tensors})
         raise ConfigError(f"{source.path} has no tensors of {key!r}; it has those of {', '.join(there) or 'nothing'}")
@@ -213,13 +215,15 @@ def convert(source: str | Path, folder: str | Path, *, step: int) -> Path:
     if not (path / NAME).is_file():
         raise ConfigError(f"{path} is not a DCP folder (it has no {NAME}); load() reads safetensors files as they are")
     files.make_folder(target)
-    lock.take(target)
+    is_ours = lock.take(target)  # else a save of this process is in flight, or was
     try:
-        clean(files, target)
+        if is_ours:
+            clean(files, target)
         with tempfile.TemporaryDirectory(dir=target, prefix=".converting-") as place:
             return _write(*_named(_read_dcp(path, Path(place))), target, step)
     finally:
-        lock.give_back(target)
+        if is_ours:
+            lock.give_back(target)
 
 
 def _read_dcp(path: Path, place: Path) -> dict[str, Any]:

@@ -49,14 +49,14 @@ from shardwise.safe_files import open_append, opened, read_text
 _locks: dict[Path, tuple[int, IO[str]]] = {}  # those of a process, by path
 
 
-def take(folder: Path) -> None:
-    """Acquire the lock of ``folder`` for this process, which may have it already.
+def take(folder: Path) -> bool:
+    """Acquire the lock of ``folder`` for this process; return False if it has it already.
 
     Raises: CheckpointError with the job that has it.
     """
     path = folder.resolve() / LOCK
     if path in _locks and _locks[path][0] == os.getpid():
-        return
+        return False
     while True:
         with suppress(FileNotFoundError), ExitStack() as stack:  # not found: its owner has just removed it
             file = stack.enter_context(open_append(folder, LOCK))
@@ -74,9 +74,15 @@ def take(folder: Path) -> None:
                     stack.pop_all()
                     break
                 path.unlink()  # of a process that has ended; or a hard link to what is not ours to write
-    file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}")
-    file.flush()
+    text = f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    try:
+        os.write(file.fileno(), text.encode())
+    except OSError:  # a full disk: the error would keep this frame, and with it the lock
+        path.unlink(missing_ok=True)
+        file.close()
+        raise
     _locks[path] = os.getpid(), file
+    return True
 
 
 def give_back(folder: Path) -> None:
@@ -447,9 +453,9 @@ def commit(files: Files, pending: Path, final: Path) -> Path:
     return final
 
 
-def keep_last(files: Files, folder: Path, keep: int) -> None:
-    """Remove all but the last ``keep`` checkpoints."""
-    for checkpoint in list_checkpoints(files, folder)[:-keep]:
+def keep_last(files: Files, folder: Path, keep: int, step: int) -> None:
+    """Remove all but the last ``keep`` checkpoints up to ``step``, which is complete; later ones are not this run's."""
+    for checkpoint in [each for each in list_checkpoints(files, folder) if each.step <= step][:-keep]:
         remove_checkpoint(files, checkpoint.path)
 
 

@@ -274,6 +274,7 @@ def _load_one(
 
 
 def _stage(path: Path, state: Mapping[str, Any], strict: bool, store_gather: StoreGather) -> _Staged:
+    path = path.resolve()  # what the user names may be a link; what is found below may not
     files = Files(path.parent)
     note("checkpoint load", str(path))
     foreign = None if MANIFEST in files.names(path) else find_foreign(files, path)

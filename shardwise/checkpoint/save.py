@@ -212,6 +212,11 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
+    @property
+    def place(self) -> Path:
+        """The folder by the name that it has without links: two names may be of one folder."""
+        return self.folder.resolve()
+
     def is_of(self, group: dist.ProcessGroup | None) -> bool:
         """Return True if it saves for ``group``, None for this process alone."""
         return group is None if self._group is None else group is not None and self._group() is group
@@ -222,8 +227,7 @@ class Saver:
         """Write from the live tensors while the caller waits; return the checkpoint's folder."""
         job = self._agree(collect, step, keep, buffers)
         tensors = [job.contents.tensor_at(write.name, write.window) for write in job.plan.mine]
-        copies = [tensor.detach().cpu().contiguous() for tensor in tensors]
-        return self._write(job, lambda: [bytes_of(each) for each in copies])
+        return self._write(job, lambda: [bytes_of(tensor.detach().cpu().contiguous()) for tensor in tensors])
 
     def start(self, collect: Collect, step: int, keep: int | None, buffers: Buffers | None = None) -> None:
         """Return once the ranks have agreed and this rank's bytes are copied; a thread writes them.
@@ -378,7 +382,7 @@ class Saver:
         path = write_manifest(self._files, self.folder, manifest)
         try:
             if job.keep is not None:
-                keep_last(self._files, self.folder, job.keep)
+                keep_last(self._files, self.folder, job.keep, job.save.step)
         except OSError as error:  # the save itself is complete
             logger.warning("%s: older checkpoints could not be removed: %s", self.folder, error)
         return str(path)
@@ -394,7 +398,7 @@ _turns: dict[Path, threading.RLock] = {}  # threads that save into one folder ta
 
 
 def _turn_of(folder: Path) -> threading.RLock:
-    return _turns.setdefault(folder.absolute(), threading.RLock())
+    return _turns.setdefault(folder.resolve(), threading.RLock())
 
 
 @explains_arguments
@@ -416,7 +420,7 @@ def save(
         state: models, optimizers of every API, anything with ``state_dict`` and ``load_state_dict``, or dicts of plain
             values, by name.  Parameters of an optimizer get their names from the models in the same state.
         step: of the checkpoint, from 0 on; one of the same step is replaced.
-        keep: how many checkpoints to keep, the newest ones.
+        keep: how many checkpoints up to this step to keep, the newest ones; those of later steps stay.
         wait: False to return once this rank's part is copied to host memory; a thread writes it, one save at a time.
             The next :func:`save` or :func:`finish` of the folder raises its errors.  The memory, as many bytes as the
             rank writes, is kept for the next save; its allocation makes the first save slower.
@@ -464,24 +468,23 @@ def finish(folder: str | Path, group: dist.ProcessGroup | None = None) -> None:
     Example:
         >>> finish("run")
     """
-    path = Path(folder).absolute()
+    place = Path(folder).resolve()
     failures: list[BaseException] = []
-    with _turn_of(path):
-        for saver in [each for each in _savers if each.folder == path and (group is None or each.is_of(group))]:
-            _savers.remove(saver)
+    with _turn_of(place):
+        for saver in [each for each in _savers if each.place == place and (group is None or each.is_of(group))]:
             try:
-                saver.wait()
+                saver.wait()  # an interrupt leaves the save in flight, for a later call of this or of save()
             except Exception as error:
                 failures.append(error)
-            finally:
-                saver.close(keeps_lock=any(other.folder == path for other in _savers))
+            _savers.remove(saver)
+            saver.close(keeps_lock=any(other.place == place for other in _savers))
     if failures:
         raise failures[0]
 
 
 def finish_all() -> None:
     """Do as :func:`finish` for every folder of this process; saves that failed are logged: a lost rank may be why."""
-    for folder in {saver.folder for saver in _savers}:
+    for folder in {saver.place for saver in _savers}:
         try:
             finish(folder)
         except Exception as error:
@@ -492,7 +495,7 @@ def _saver_of(folder: Path, group: dist.ProcessGroup | None) -> Saver:
     path = folder.absolute()
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
-    saver = next((each for each in _savers if each.folder == path and each.is_of(group)), None)
+    saver = next((each for each in _savers if each.place == path.resolve() and each.is_of(group)), None)
     if saver is None:
         for each in _savers:  # of a destroyed group it has a whole copy of the state, and the group's threads
             each.retire()
@@ -500,7 +503,7 @@ def _saver_of(folder: Path, group: dist.ProcessGroup | None) -> Saver:
         saver = Saver(path, open_store_gather(group, f"checkpoint/{str(path)!a}"), group)
         _savers.append(saver)
     for each in _savers:
-        if each.folder == path:
+        if each.place == path.resolve():
             each.settle()  # one save at a time, of any group: a save that begins removes what is unfinished
     return saver
 

@@ -142,14 +142,29 @@ def wait_until(
 _checks: dict[int, Callable[[], None]] = {}
 
 
-def listen(check: Callable[[], None]) -> None:
-    """Call ``check``, which raises if a rank will not arrive, whenever this thread waits."""
-    _checks[threading.get_ident()] = check
+def listen(check: Callable[[], None]) -> Callable[[], None] | None:
+    """Call ``check``, which raises if a rank will not arrive, whenever this thread waits; return what was called before.
+
+    That, of a block around this one, goes on being called, too.
+    """
+    thread = threading.get_ident()
+    outer = _checks.get(thread)
+
+    def both() -> None:
+        check()
+        if outer is not None:
+            outer()
+
+    _checks[thread] = both
+    return outer
 
 
-def leave() -> None:
-    """Remove the check of this thread."""
-    _checks.pop(threading.get_ident(), None)
+def leave(outer: Callable[[], None] | None = None) -> None:
+    """Call nothing more than ``outer``, which :func:`listen` has returned, whenever this thread waits."""
+    if outer is None:
+        _checks.pop(threading.get_ident(), None)
+    else:
+        _checks[threading.get_ident()] = outer
 
 
 deadlock: list[str] = []  # why no rank can go on, once that is known; only the watch of waits writes it

@@ -384,15 +384,20 @@ class ElementwiseStep:
             found = {key: unwrap(name, key, value, slices, adopt) for key, value in values.get(name, {}).items()}
             if name in values:
                 states |= {param_slice: state_of_slice(found, index) for index, param_slice in enumerate(slices)}
-        self._groups = [_Group(group.slices, _alone(group.slices)) for group in self._groups]
-        self._copies = {}
+        groups = [_Group(group.slices, _alone(group.slices)) for group in self._groups]
         if self._is_flat:
-            states = packed(states, [item for group in self._groups for item in group.find()])
-        for index, group in enumerate(self._groups):
-            self.optimizer.param_groups[index]["params"] = [run.tensor for run in group.runs]
-        load_indexed(
-            self.optimizer, [states.get(param_slice) for group in self._groups for param_slice in group.slices], options
-        )
+            states = packed(states, [item for group in groups for item in group.find()])
+        before = [group["params"] for group in self.optimizer.param_groups]
+        for own, group in zip(self.optimizer.param_groups, groups, strict=True):
+            own["params"] = [run.tensor for run in group.runs]
+        try:
+            found = [states.get(param_slice) for group in groups for param_slice in group.slices]
+            load_indexed(self.optimizer, found, options)
+        except BaseException:  # no memory: what there was stays
+            for own, params in zip(self.optimizer.param_groups, before, strict=True):
+                own["params"] = params
+            raise
+        self._groups, self._copies = groups, {}
 
     def _live_states(self) -> dict[ParamSlice, State]:
         found: dict[ParamSlice, State] = {}

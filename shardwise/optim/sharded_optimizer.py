@@ -435,6 +435,8 @@ class ShardedOptimizer(Optimizer):
         again = sorted(name for name, param in found.items() if id(param) in tensors)
         if known or again:
             raise ConfigError(f"parameters {known or again} are in the optimizer already; leave them out of the group")
+        if computed := sorted(name for name, param in found.items() if not param.is_leaf):
+            raise ConfigError(f"{computed} are results of operations; give the parameters that they were made from")
         slices = {name: slices_of(name, param) for name, param in found.items()}
         sharded = [name for name, of in slices.items() if _is_sharded_kind(of)]
         if sharded and not self._backend.is_elementwise and not any(map(_is_sharded_kind, self._slices.values())):

@@ -391,8 +391,10 @@ class ZeroBackend:
         """Stream the full state to group rank ``to``, unless it is there already."""
         self.agreement.track.note("consolidation", f"to rank {to}")
         steps = f"{self.num_steps} step(s) so far"
-        self.agreement.agree(f"consolidate_state_dict(to={to})", [steps, *describe_params(self.local.groups)])
-        if self.consolidated is None or self.consolidated.to != to:
+        needed = self.consolidated is None or self.consolidated.to != to
+        state = "the state is sent" if needed else f"rank {to} has the state: it was loaded, or consolidated before"
+        self.agreement.agree(f"consolidate_state_dict(to={to})", [steps, state, *describe_params(self.local.groups)])
+        if needed:
             self.local.push_options()
             self.consolidated = consolidate(self.local, self.agreement, to)
 
@@ -476,7 +478,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             plain = checked_optimizer_class(optimizer_class, overlap_with_ddp)
             Optimizer.__init__(self, params, defaults)
             check_dense(flatten_groups(self._groups), mixed_dtypes)
-            check_partition(partition, plain, self._groups)
+            check_partition(partition, plain, self._groups, self.world_size)
             rank_partition = make_rank_partition(self._groups, partition, self.world_size, self.rank)
             local = make_local_optimizer(rank_partition, self._groups, lambda groups: plain(groups, **defaults))
             self.defaults = local.optim.defaults  # schedulers read the optimizer's options there

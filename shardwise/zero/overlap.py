@@ -135,8 +135,13 @@ class Overlap:
         backend = self._backend
         own = backend.rank_partition.local_by_param
         found = [(each, gradient_for(each, gradients[index])) for index in sorted(gradients) for each in own[index]]
-        if found:
-            backend.local.step_slices(found)
+        try:
+            if found:
+                backend.local.step_slices(found)
+        except Exception as error:  # other ranks wait for the broadcasts of this one
+            raised = f"rank {backend.agreement.name} raised {type(error).__name__} in {self._what}: {error}"
+            backend.agreement.report_failure(raised, may_be_caught=True)
+            raise
         self._broadcasts += launch_broadcasts(broadcasts, backend.agreement, self._what)
 
     def _step_from_gradients(self) -> None:

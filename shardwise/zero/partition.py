@@ -118,14 +118,21 @@ def checked_optimizer_class(optimizer_class: type[Any], overlap_with_ddp: bool) 
     return plain
 
 
-def check_partition(partition: object, optimizer_class: type[Optimizer], groups: Sequence[Mapping[str, Any]]) -> None:
+def check_partition(
+    partition: object, optimizer_class: type[Optimizer], groups: Sequence[Mapping[str, Any]], num_ranks: int
+) -> None:
     """Check ``partition``; for "even", step small tensors, in one part and in two, which must give the same result.
 
     ``groups``: the param groups, with their defaults; the options of the first one are used.
-    Raises: ConfigError if the results differ, if the optimizer refuses slices, or for an unknown partition.
+    Raises: ConfigError if the results differ, if the optimizer refuses slices, for LBFGS, or for an unknown partition.
     """
     if partition not in ("whole", "even"):
         raise ConfigError(f"partition is {partition!r}, expected 'whole' or 'even'")
+    if issubclass(optimizer_class, torch.optim.LBFGS) and num_ranks > 1:
+        raise ConfigError(
+            "LBFGS cannot be divided between ranks: its line search and history take inner products over all parameters, so "
+            "each rank would take another step. Use the plain optimizer"
+        )
     if partition == "whole":
         return
     name, options = optimizer_class.__name__, options_of(groups[0])

@@ -182,3 +182,29 @@ def test_an_optimizer_keeps_no_hook_of_transactions_that_are_gone() -> None:
         del step
     gc.collect()
     assert len(optimizer._optimizer_step_pre_hooks) == 1
+
+
+def test_buffers_of_a_module_that_was_added_later_are_put_back() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert step_of(model, optimizer, fails=False) == "committed"
+    model.append(nn.BatchNorm1d(4))
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    assert step_of(model, optimizer, fails=True) == "skipped"
+    assert before
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+
+
+def test_a_check_of_a_block_around_another_is_called_in_it_and_after_it() -> None:
+    calls: list[str] = []
+    assert alarm.listen(lambda: calls.append("outer")) is None
+    outer = alarm.listen(lambda: calls.append("inner"))
+    alarm.look()
+    assert calls == ["inner", "outer"]
+    for _ in range(2):
+        alarm.leave(outer)
+        alarm.look()
+    assert calls == ["inner", "outer", "outer", "outer"]
+    alarm.leave()
+    alarm.look()
+    assert len(calls) == 4

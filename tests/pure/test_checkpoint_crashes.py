@@ -40,7 +40,7 @@ def save(disk: Files, step: int, value: float, keep: int | None = None) -> None:
     }
     write_manifest(disk, FOLDER, make_manifest(save_id, writes, records, RANKS, ({}, {"value": value})))
     if keep is not None:
-        keep_last(disk, FOLDER, keep)
+        keep_last(disk, FOLDER, keep, save_id.step)
 
 
 def states(disk: Files) -> dict[int, float]:

@@ -316,3 +316,22 @@ def test_a_rank_that_is_gone_is_named_and_nothing_is_made_again(transport: str, 
             while not hasattr(outcome, "value"):
                 outcome = job.message(rank)
             assert "rank 1 is gone in a transaction" in outcome.value
+
+
+@on_ranks(2, **PATIENT)
+def test_an_exception_after_an_inner_transaction_is_heard_by_ranks_that_wait() -> None:
+    """As in a GAN: each optimizer has a transaction, one around the other."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    fully_shard(first)
+    fully_shard(second)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)]
+    for _ in range(2):
+        with transaction(first, optimizers[0], skip=KeyError) as outer:
+            with transaction(second, optimizers[1]):
+                second(torch.ones(2, 4)).sum().backward()
+                optimizers[1].step()
+            if dist.get_rank() == 1:
+                raise KeyError
+            first(torch.ones(2, 4)).sum().backward()  # over shared memory it waits for rank 1
+            optimizers[0].step()
+        assert outer.outcome == "skipped"

@@ -14,8 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import FOUR, on_ranks
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
-from shardwise import ConfigError, DesyncError, ShardwiseError, ZeroRedundancyOptimizer, fully_shard, replicate
+from shardwise import (
+    ConfigError,
+    DesyncError,
+    ShardwiseError,
+    ZeroRedundancyOptimizer,
+    fully_shard,
+    hook_with_zero_step,
+    replicate,
+)
 from shardwise.testing import WorkerPool
 from shardwise.zero.optimizer import zero_backend
 
@@ -306,3 +316,52 @@ def test_a_backward_through_a_graph_of_before_the_step_is_refused_on_every_rank(
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@on_ranks(2)
+def test_a_group_given_as_an_iterator_is_trained() -> None:
+    head = torch.nn.Linear(2, 2)
+    zero = ZeroRedundancyOptimizer(_params(), torch.optim.SGD, lr=0.1)
+    zero.add_param_group({"params": head.parameters(), "lr": 0.2})
+    assert [len(group["params"]) for group in zero.param_groups] == [4, 2]
+
+
+@on_ranks(2)
+def test_an_optimizer_that_looks_at_all_parameters_is_refused() -> None:
+    with pytest.raises(ConfigError, match="LBFGS cannot be divided between ranks"):
+        ZeroRedundancyOptimizer(_params(), torch.optim.LBFGS)
+
+
+@on_ranks(2)
+@alone
+def test_a_consolidation_after_a_load_on_one_rank_is_named() -> None:
+    zero = _zero(_group())
+    zero.step()
+    zero.consolidate_state_dict(to=0)
+    state = [zero.state_dict() if dist.get_rank() == 0 else None]
+    if dist.get_rank() == 0:  # it consolidates again, for the other ranks the state is there
+        zero.load_state_dict(state[0])
+    assert "rank 0 has the state" in _raises(lambda: zero.consolidate_state_dict(to=0))
+
+
+@on_ranks(2)
+@alone
+def test_an_overlapped_step_that_raises_on_one_rank_is_named_on_the_other() -> None:
+    class Full(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if dist.get_rank() == 1:
+                raise MemoryError("no memory for the state")
+            return super().step(closure)
+
+    ddp = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), process_group=_group()
+    )
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), Full, lr=0.1, overlap_with_ddp=True)
+    ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))
+
+    def train() -> None:
+        for _ in range(4):  # it overlaps from the third step on
+            ddp(torch.ones(2, 4)).sum().backward()
+
+    message = _raises(train, (MemoryError, DesyncError))
+    assert "no memory for the state" in message
