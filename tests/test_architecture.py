@@ -330,7 +330,7 @@ def test_files_and_functions_are_short() -> None:
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
     "fsdp": 5471,  # with plan and checks 6196; containers.py (136) and loop/meter.py were in it; issue 57 about 300
-    "collectives": 2606,  # of 2800
+    "collectives": 2612,  # of 2800
     "checkpoint": 2424,  # with transaction 2900; issue 62: the removal of one version
     "publish": 414,  # issue 62, which allows 650 with sleep
     "recipes": 1945,  # issue 48: --memory 10; 49: --reproducible 50, --elastic 40; 60: data 18; 57: report 160

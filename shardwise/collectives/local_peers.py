@@ -15,6 +15,7 @@ import os
 import platform
 import secrets
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -235,9 +236,14 @@ class Arena:
         self._segment: weakref.ref[Segment] | None = None
         self._used = 0
         self._pid = os.getpid()
+        self._lock = threading.Lock()  # threads may shard models at the same time
 
     def take(self, num_bytes: int) -> tuple[torch.Tensor, ArenaPlace] | None:
         """Return ``num_bytes`` zeros as a 1-D byte tensor, and their place; None if memory cannot be shared."""
+        with self._lock:
+            return self._take(num_bytes)
+
+    def _take(self, num_bytes: int) -> tuple[torch.Tensor, ArenaPlace] | None:
         grain = _PAGE_BYTES if num_bytes >= _PAGE_BYTES else _LINE_BYTES
         segment = self._segment() if self._segment is not None and self._pid == os.getpid() else None
         start = align(self._used, grain)

@@ -368,14 +368,16 @@ def sum_sections(layout: Bucket, sections: Sequence[torch.Tensor], scale: Scale,
         layout: the layout of a section.
         sections: the sections in rank order, each 1-D with ``layout.section_numel`` elements.
         scale: the divisor of the sum.
-        out: 1-D, ``layout.section_numel`` elements; it may be one of ``sections``.  Padding stays undefined.
+        out: 1-D, ``layout.section_numel`` elements; it may be one of ``sections``.  Padding becomes zero.
     """
     if scale.add is not None:
         scale.add(sections, out)
         return
     divisor = scale.over(len(sections))
     # Sum and divide tensor by tensor, so that the division finds the sum in the cache.
-    for start, numel in _extents(layout, rank):
+    for start, numel, padding in _extents(layout, rank):
+        if padding:  # a block of a coding may have it beside elements, and user code that gets the section reads it
+            out.narrow(0, start + numel, padding).zero_()
         target = out.narrow(0, start, numel)
         terms = [target if section is out else section.narrow(0, start, numel) for section in sections]
         add_up(terms, divisor, target)
@@ -395,13 +397,14 @@ def add_up(terms: Sequence[torch.Tensor], divisor: float, out: torch.Tensor) -> 
         out.copy_(total)
 
 
-def _extents(layout: Bucket, rank: int) -> list[tuple[int, int]]:
+def _extents(layout: Bucket, rank: int) -> list[tuple[int, int, int]]:
+    """Return where elements of ``rank`` begin, how many there are, and how much padding follows."""
     large = [
-        (offset, shard.shard_numel(rank))
+        (offset, numel := shard.shard_numel(rank), shard.section_numel - numel)
         for offset, shard in zip(layout.offsets[: layout.num_large], layout.shards, strict=False)
     ]
-    tail = layout.tail_start, layout.section_numel - layout.tail_start  # sent as one part
-    return [(start, numel) for start, numel in (*large, tail) if numel]
+    tail = layout.tail_start, layout.section_numel - layout.tail_start, 0  # sent as one part, with padding
+    return [each for each in (*large, tail) if each[1] or each[2]]
 
 
 PassKind = Literal["forward", "backward"]

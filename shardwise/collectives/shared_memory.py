@@ -520,7 +520,7 @@ class HostLink(Link):
         self.sections = _Sections(host, local_peers)
         self._num_gathers = 0
         self.gathers: list[_HostGather] = []
-        tensor_at: View = functools.cache(lambda place, *at: host.segments[place].tensor(*at))
+        tensor_at: View = functools.lru_cache(4096)(lambda place, *at: host.segments[place].tensor(*at))
         self.outbox = _Outbox(local_peers, host.rank, outbox, slot_bytes, tensor_at)
         behind = outbox + outbox_bytes(slot_bytes)
         self.sums = self._sums = Sums(local_peers, host.rank, behind, sum_slot_bytes, tensor_at)
@@ -764,9 +764,8 @@ class LinkSetup:
         if self._sizes is None or any(bucket.number is None for bucket in buckets):
             sizes = _sizes_of(users, self._process_group.size())
             if sizes != self._sizes:
-                self._sizes = sizes
                 self._link = self._make(sizes)
-                self._published = []
+                self._sizes, self._published = sizes, []  # if that raised, the next pass tries again
         if isinstance(self._link, HostLink):
             self._publish_sections(buckets, self._link)
         return self._link
@@ -786,11 +785,11 @@ class LinkSetup:
             places.append(cast(ArenaPlace, bucket.place))  # take_shareable made it, as registered
         if places != self._published:
             assert self._exchange is not None
-            self._published = places
             self._num_published += 1
             rows = [(*astuple(place.segment.address), place.offset) for place in places]
             self._exchange.post(f"sections/{self._num_published}", json.dumps(rows))
             link.sections.publish(self._num_published)
+            self._published = places
 
     def _places_of(self, rank: int, number: int) -> Sequence[ArenaPlace]:
         assert self._exchange is not None

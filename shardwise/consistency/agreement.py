@@ -23,6 +23,7 @@ from shardwise.consistency import store as alarm
 from shardwise.consistency.failure_report import (
     ASKS,
     cited,
+    forget_deadlock,
     gone_in_words,
     in_short,
     look_next,
@@ -225,7 +226,7 @@ def open_numbered_exchange(
     notes = default_store()
     if notes is not None:
         announce(notes, dist.get_rank())
-        watch_end(notes)
+        watch_end()
         watch_waits(notes)
     job = JobStore(store, timeout_s)
     generation = _generation_of(members)
@@ -241,6 +242,7 @@ def begin_generation(members: Iterable[int]) -> None:
         generations, ranks = _generations.setdefault(store, {}), frozenset(members)
         generations[ranks] = generations.get(ranks, 0) + 1
         publish_failure("")  # earlier reports are obsolete
+        forget_deadlock(store)
 
 
 def _generation_of(members: Iterable[int]) -> int:

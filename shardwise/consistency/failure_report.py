@@ -251,22 +251,22 @@ _STAY_S = 6.0  # seconds for the others to end, too
 _LINGER_S = 2.0  # seconds for those that have reported their failure and live on
 
 exit_hooks: list[Callable[[], object]] = []  # called when this process exits after an error; modules append their hooks
-# Of this process: the store of its job, and whether an error has ended the program (with the process it was in).
-_stores: dict[int, dist.Store] = {}
+# Processes that leave their job at exit, and those whose program an error has ended.  No store: one that is kept would
+# answer the next job at its address, after destroy_process_group().
+_watched: set[int] = set()
 _is_leaving: list[int] = []
 
 
-def watch_end(store: dist.Store) -> None:
-    """Call :func:`leave_job` at the exit of this process, whose job has ``store``."""
-    pid = os.getpid()
-    if pid not in _stores:
+def watch_end() -> None:
+    """Call :func:`leave_job` at the exit of this process."""
+    if os.getpid() not in _watched:
         Finalize(None, leave_job, exitpriority=100)
-    _stores[pid] = store
+    _watched.add(os.getpid())
 
 
-def will_leave(store: dist.Store) -> None:
+def will_leave() -> None:
     """Record that an error has ended the program of this process."""
-    watch_end(store)
+    watch_end()
     _is_leaving.append(os.getpid())
 
 
@@ -276,8 +276,9 @@ def leave_job() -> None:
     The process that hosts the job's store stays until the others have ended or reported why they fail, at most 6 s,
     since they read the reason there.  It does not wait for ranks on a host that does not answer.
     """
-    store, error = _stores.pop(os.getpid(), None), getattr(sys, "last_value", None)
-    if store is None or not dist.is_initialized() or (os.getpid() not in _is_leaving and error is None):
+    store, error, is_first = default_store(), getattr(sys, "last_value", None), os.getpid() in _watched
+    _watched.discard(os.getpid())
+    if store is None or not is_first or (os.getpid() not in _is_leaving and error is None):
         return
     if error is not None and not isinstance(error, ShardwiseError) and os.getpid() not in _is_leaving:
         publish_failure(f"{type(error).__name__}: {in_short(error)}")
@@ -308,6 +309,12 @@ _REQUESTED, _DEADLOCK = "shardwise/wait/asked", "shardwise/wait/deadlock"
 kernel_waits: list[Callable[[], float]] = []
 _RULE = "Every rank must make the same calls in the same order."
 _running: list[WaitWatch] = []  # that of the job, if there is one; only watch_waits changes it
+
+
+def forget_deadlock(store: dist.Store) -> None:
+    """Forget a deadlock that was found, after its ranks have left their waits and meet again."""
+    alarm.deadlock.clear()
+    store.set(_DEADLOCK, json.dumps([[], ""]))
 
 
 def set_wait_report(seconds: float, *, deadlock_s: float = 10.0) -> None:
@@ -638,7 +645,7 @@ def _explain(error: BaseException) -> str:
     if store is None or isinstance(error, SystemExit):
         return ""
     if alarm.deadlock:
-        will_leave(store)
+        will_leave()
         return "" if isinstance(error, ShardwiseError) else f"DesyncError: {alarm.deadlock[0]}"
     others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
     found, status = "", status_in_words(range(dist.get_world_size()), error)
@@ -649,7 +656,7 @@ def _explain(error: BaseException) -> str:
             found = found_among(others, store, str(error))
             publish_failure(f"{said}; {found}")
             found = "; ".join(filter(None, [found, status]))
-    will_leave(store)
+    will_leave()
     return found
 
 

@@ -30,6 +30,7 @@ from shardwise.plan.schedule import (
     plan_step,
 )
 
+_MOST_AGREED = 1024  # sets of parameters whose reduction ranks have compared
 _MOST_SHOWN = 4  # of the last events, in errors
 
 
@@ -164,6 +165,8 @@ class ExecOrderTracker:
 
         Raises: DesyncError on every rank if ranks differ.
         """
+        if len(self.agreed) > _MOST_AGREED:  # gradients of ever other parameters; all ranks have added the same
+            self.agreed.clear()
         if self.mismatch_check is not None and not unit.compares_reductions:
             if not self.agreed:
                 self.compare_parameters()

@@ -222,7 +222,9 @@ class Reduction:
 
     def _launch_next(self) -> None:
         """Add partial sums of earlier backwards, then launch the all-reduce over replicas or run the user's hook."""
-        section, replicas = self.target(), self._comm.replicas
+        section, replicas, known = self.target(), self._comm.replicas, self.unit.reduction
+        self.number = known.num_replica_sums
+        known.num_replica_sums += replicas is not None  # ``cancel`` takes it back
         # Earlier backwards without replicas have left sums over the shard axis: one all-reduce serves all of them.
         if self._partial:
             for param, window in self.windows().items():
@@ -233,7 +235,7 @@ class Reduction:
             if self._comm.reduce is not None:
                 # Without an explicit divisor both collectives average; with one the reduce-scatter has already divided.
                 scale = Scale() if scale.divisor is None else Scale(1.0, scale.sum_only)
-            self.number, num_spare = self.unit.reduction.num_replica_sums, self._reduce_layout.num_spare
+            num_spare = self._reduce_layout.num_spare
             end = section.storage_offset() + self.section_numel + num_spare
             if num_spare and section.untyped_storage().nbytes() == end * self.dtype.itemsize:
                 whole = section.as_strided((self.section_numel + 1,), (1,))
@@ -241,7 +243,6 @@ class Reduction:
             self._replicated = replicas.all_reduce(section, scale, self)
         elif self._hook is not None:
             self._hook(section)
-        self.unit.reduction.num_replica_sums += replicas is not None
 
     # ---- waiting ----
 
@@ -273,6 +274,8 @@ class Reduction:
         for handle in handles:
             if handle is not None:
                 handle.cancel()
+        if self._comm.replicas is not None and not self.has_next:
+            self.unit.reduction.num_replica_sums -= 1
         if self._result is not None:
             self._result.is_taken = False
 

@@ -15,19 +15,21 @@ from helpers.store_exchanges import announce_as, announce_elsewhere, on_host
 from shardwise.consistency import failure_report
 from shardwise.consistency.failure_report import ASKS, leave_job, put, watch_end
 from shardwise.consistency.process_groups import is_gone, mark_left
+from shardwise.consistency.store import default_store
 from shardwise.observe import explain_end
 
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
     """A job of two ranks, of which this process is the first and the other is only in the store."""
-    monkeypatch.setattr(failure_report, "_stores", {})
+    monkeypatch.setattr(failure_report, "_watched", set())
     monkeypatch.setattr(failure_report, "_is_leaving", [])
     monkeypatch.setattr(failure_report, "abort_all_connections", lambda members: None)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.delattr("sys.last_value", raising=False)
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = default_store()
+    assert store is not None
     yield store
     monkeypatch.undo()
     dist.destroy_process_group()
@@ -53,7 +55,7 @@ def test_a_process_that_has_ended_is_gone_for_other_hosts_once_its_own_has_seen_
 
 
 def test_a_program_that_ends_well_leaves_no_mark(job: dist.Store) -> None:
-    watch_end(job)
+    watch_end()
     leave_job()
     assert not is_gone(job, 0)
 
@@ -62,10 +64,9 @@ def test_an_error_that_leaves_the_program_marks_its_rank_at_the_end_of_the_proce
     job: dist.Store,
 ) -> None:
     explain_end(KeyError("sample 7"))
-    store = failure_report._stores[os.getpid()]
-    assert not is_gone(store, 0)
+    assert not is_gone(job, 0)
     leave_job()
-    assert is_gone(store, 0)
+    assert is_gone(job, 0)
 
 
 def test_who_keeps_the_store_stays_until_the_others_have_ended(
@@ -73,7 +74,7 @@ def test_who_keeps_the_store_stays_until_the_others_have_ended(
 ) -> None:
     monkeypatch.setattr(failure_report, "keeps_store", lambda store: True)
     announce_as(job, 1, os.getpid())
-    failure_report.will_leave(job)
+    failure_report.will_leave()
     left = threading.Thread(target=leave_job, daemon=True)
     left.start()
     time.sleep(0.3)
@@ -92,7 +93,7 @@ def test_who_keeps_the_store_stays_for_ranks_that_live_on_only_until_they_have_s
     monkeypatch.setattr(failure_report, "_LINGER_S", 0.1)
     announce_as(job, 1, os.getpid())
     put(job, 1, f"rank 1 failed{ASKS}")
-    failure_report.will_leave(job)
+    failure_report.will_leave()
     left = threading.Thread(target=leave_job, daemon=True)
     left.start()
     time.sleep(0.5)
@@ -109,7 +110,7 @@ def test_who_keeps_the_store_does_not_stay_for_ranks_of_a_host_that_does_not_ans
     monkeypatch.setattr(failure_report, "_STAY_S", 1e6)
     monkeypatch.setattr("sys.last_value", RuntimeError("Read error: Connection timed out"), raising=False)
     announce_elsewhere(job, 1)
-    failure_report.will_leave(job)
+    failure_report.will_leave()
     leave_job()  # ends
 
 
@@ -119,7 +120,7 @@ def test_nobody_waits_in_a_collective_for_a_rank_that_has_left(
     called: list[object] = []
     monkeypatch.setattr(failure_report, "abort_all_connections", lambda members: called.append(list(members)))
     monkeypatch.setattr(failure_report, "exit_hooks", [lambda: called.append("words")])
-    failure_report.will_leave(job)
+    failure_report.will_leave()
     leave_job()
     leave_job()  # once
     assert called == ["words", [0, 1]]

@@ -359,3 +359,19 @@ def test_coded_sums_take_the_memory_of_one_unit() -> None:
         return engine.comm_ctx.pool.peak_used_bytes
 
     assert 0 < peak_bytes(9) <= peak_bytes(1)
+
+
+@on_ranks(4)
+def test_what_the_heap_holds_behind_an_uneven_shard_changes_no_gradient() -> None:
+    """Blocks of a coding between replicas may have padding beside elements."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.Linear(100, 1001, bias=False)
+    fully_shard(model, mesh=mesh, compression=CompressionPolicy(reduce="int8", warn_above=1e9))
+    for _ in range(2):
+        output = model(torch.full((1, 100), 1e-4))
+        del_soon = [torch.full((numel,), torch.nan) for numel in (50100, 50101, 50102) * 4]
+        del del_soon  # the section of the gradients gets this memory
+        output.sum().backward()
+        gradient: Any = model.weight.grad
+        torch.testing.assert_close(gradient.to_local(), torch.full_like(gradient.to_local(), 1e-4), rtol=0.02, atol=0)
+        model.zero_grad()

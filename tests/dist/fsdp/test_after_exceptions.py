@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from shardwise import StateError, fully_shard, register_fsdp_forward_method
+from shardwise import DesyncError, StateError, fully_shard, register_fsdp_forward_method, replicate
 
 
 class Lookup(nn.Module):
@@ -212,3 +213,31 @@ def test_a_rank_without_memory_raises_torchs_error_and_can_go_on() -> None:
             call(x)
         _NoMemory.fails = False
         call(x).sum().backward()
+
+
+@pytest.mark.parametrize("api", [fully_shard, replicate])
+@on_ranks(2)
+def test_a_backward_that_raised_on_one_rank_leaves_the_next_step_whole(api: Any) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.raises = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.blocks[0](x)
+            for each in [*self.blocks][1:]:
+                x = each(Raises.apply(x) if self.raises else x)
+            return x
+
+    torch.manual_seed(0)
+    plain, model, x = Net(), Net(), torch.ones(2, 4)
+    model.load_state_dict(plain.state_dict())
+    for each in (*model.blocks, model):
+        api(each)
+    losses = _train(model, x)
+    model.raises = dist.get_rank() == 0
+    with pytest.raises((ValueError, DesyncError)):
+        model(x).sum().backward()
+    model.raises = False
+    model.zero_grad()
+    assert [*losses, *_train(model, x)] == pytest.approx(_train(plain, x, 6))
