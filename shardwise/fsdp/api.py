@@ -363,6 +363,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
 # ---- ``replicate``: data parallelism with full parameters on every rank (DDP), by the same engine.
 
+# One that a newer torch adds may change what is trained: it is refused until somebody has looked at it.
 OLDER_ARGUMENTS = frozenset(
     {
         *("process_group", "device_mesh", "device_ids", "device_id", "output_device", "dim"),
@@ -705,7 +706,8 @@ def shard_model(
 # ---- ``use_in``: make code that calls torch's FSDP2 by name call shardwise.
 
 # Classes need no replacement: shardwise accepts torch's policies and meshes, and modules are instances of its FSDPModule.
-_OURS: dict[str, Any] = {e.__name__: e for e in (fully_shard, replicate, register_fsdp_forward_method, share_comm_ctx)}
+_APIS: tuple[Any, ...] = fully_shard, replicate, register_fsdp_forward_method, share_comm_ctx
+_OURS: dict[str, Callable[..., Any]] = {each.__name__: each for each in _APIS}
 _OLDER_PATHS = ("torch.distributed._composable.fsdp", "torch.distributed._composable.fsdp.fully_shard")
 _PLACES = ("torch.distributed.fsdp", "torch.distributed._composable.replicate_with_fsdp")
 

@@ -74,10 +74,8 @@ def new_engine(units: list[Unit], is_alone: bool = False) -> Engine:
             watch_device(device)
             engine.exec_order.compare_parameters()  # kernels of a gather whose sizes differ between ranks hang
         coded = {number: each for number, unit in enumerate(units) if (each := unit.settings.compression) is not None}
-        if coded:
-            check.check_facts(
-                "compression policies", [f"unit {number}: {each.policy}" for number, each in coded.items()]
-            )
+        if policies := [f"unit {number}: {each.policy}" for number, each in coded.items()]:
+            check.check_facts("compression policies", policies)
         set_divergence(engine, units[0].settings.may_diverge)
     return engine
 
