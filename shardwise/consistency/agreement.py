@@ -423,7 +423,6 @@ def open_store_gather(group: dist.ProcessGroup | None, topic: str) -> StoreGathe
 DETAIL_LIMIT = 400  # characters of one rank's fact in an error
 
 
-@dataclass(slots=True)
 class GroupAgreement:
     """One rank's view of the agreement about one object (``topic``); all ranks must open theirs in the same order.
 
@@ -432,20 +431,12 @@ class GroupAgreement:
     that long runs do not fill the store.
     """
 
-    group: dist.ProcessGroup
-    exchange: StoreExchange
-    has_peers: bool
-    rank: int = field(init=False)
-    size: int = field(init=False)
-    name: int = field(init=False)
-    num_renewals: int = field(default=0)
-    # the track's count when this rank last raised an error that the program may catch
-    count_of_own_error: int = field(default=-1)
-    track: Track = field(default_factory=lambda: Track(""))
-
-    def __post_init__(self) -> None:
-        self.rank, self.size = self.exchange.rank, self.exchange.size
-        self.name = self.exchange.members[self.rank]
+    def __init__(self, group: dist.ProcessGroup, exchange: StoreExchange, has_peers: bool) -> None:
+        self.group, self.exchange, self.has_peers = group, exchange, has_peers
+        self.rank, self.size, self.name = exchange.rank, exchange.size, exchange.members[exchange.rank]
+        self.track, self.num_renewals = Track(exchange.prefix), 0
+        # The track's count when this rank last raised an error that the program may catch.
+        self.count_of_own_error = -1
 
     def agree(self, what: str, facts: Sequence[str] = (), error: BaseException | None = None) -> None:
         """Return once every rank has called this with the same ``what`` and ``facts``; else raise on all ranks.
@@ -590,8 +581,7 @@ def open_agreement(group: dist.ProcessGroup | None, topic: str) -> GroupAgreemen
     if dist.get_rank(group) < 0:
         raise StateError(f"this process is not a member of the process group given to {topic}")
     has_peers = dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
-    exchange = open_exchange(group, topic)
-    return GroupAgreement(group, exchange, has_peers, track=Track(exchange.prefix))
+    return GroupAgreement(group, open_exchange(group, topic), has_peers)
 
 
 def first_difference(facts: dict[int, list[str]]) -> str:

@@ -78,8 +78,8 @@ def _row(unit: Unit, name: str) -> UnitRow:
     shards = [param.shard for param in unit.params]
     numel = sum(shard.numel for shard in shards)
     num_bytes = sum(param.shard.numel * param.dtype.itemsize for param in unit.params)
-    cut = [unit.memory.is_collective and not shard.is_whole for shard in shards]
-    moved = sum(s.section_numel * s.num_shards if is_cut else s.numel for s, is_cut in zip(shards, cut, strict=True))
+    is_cut = unit.memory.is_collective
+    moved = sum(each.section_numel * each.num_shards if is_cut and not each.is_whole else each.numel for each in shards)
     route = unit.route if engine_of(unit) is not None else ""
     return UnitRow(name, len(unit.modules), numel, num_bytes, moved / numel if numel else 1.0, route)
 
