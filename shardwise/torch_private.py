@@ -31,6 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 _Kind = TypeVar("_Kind", bound=torch.Tensor)
+_Convert = Callable[[torch.Tensor], torch.Tensor]
+_Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 swap_storage: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = torch.UntypedStorage._swap_data_ptr_  # pyright: ignore[reportAttributeAccessIssue]
@@ -42,9 +44,7 @@ would allocate other memory.  Until torch has a public exchange of memory.
 
 
 @contextmanager
-def convertible(
-    modules: Iterable[nn.Module], convert: Callable[[torch.Tensor], torch.Tensor]
-) -> Generator[Callable[[torch.Tensor], torch.Tensor]]:
+def convertible(modules: Iterable[nn.Module], convert: _Convert) -> Generator[_Convert]:
     """Yield a replacement of the ``convert`` that ``Module._apply`` calls with each tensor; its result may replace the tensor.
 
     torch does not swap tensors that have weak references, and LSTMs and similar modules keep some to their weights.
@@ -377,9 +377,7 @@ def restore_hooks(parameter: torch.Tensor, hooks: dict[int, Callable[[torch.Tens
     parameter._post_accumulate_grad_hooks.update(hooks)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def gradient_hooks(
-    parameters: Iterable[torch.Tensor],
-) -> list[tuple[int, Callable[[torch.Tensor], torch.Tensor | None]]]:
+def gradient_hooks(parameters: Iterable[torch.Tensor]) -> list[tuple[int, _Hook]]:
     """Return the hooks of ``register_hook``, each with the index of its parameter, in registration order.
 
     Why: hooks of users run on the averaged gradient, of a full parameter never.  Until hooks can be listed in public.

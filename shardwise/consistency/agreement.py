@@ -51,6 +51,7 @@ _HEED_S = 2.0  # time for a late rank to report why
 # Neighbouring ranks share a host: each checks whether that many on each side are gone, so that a poll makes few requests.
 _NEAR = 8
 _SOON_S = 0.05  # ranks that arrive within it are not late
+IsEnough = Callable[[Mapping[int, str]], bool]  # whether the texts of some ranks make those of the others superfluous
 
 # How often ranks have restored the state before a step, by the set of ranks: exchanges that they open later are
 # numbered from one again, because some ranks had opened more than others. Per job.
@@ -90,9 +91,7 @@ class StoreExchange:
         place, _, number = what.partition("#")
         self.store.set(f"{self.prefix}/{place}/{self.rank}", f"{number} {text}" if number else text)
 
-    def gather(
-        self, topic: str, text: str, is_enough: Callable[[Mapping[int, str]], bool] | None = None
-    ) -> dict[int, str]:
+    def gather(self, topic: str, text: str, is_enough: IsEnough | None = None) -> dict[int, str]:
         """Return the texts of all ranks in their next round about ``topic``, the same on all ranks.
 
         Texts are missing, so that :meth:`absent` names their ranks, if ranks are gone or late, or if ``is_enough``
@@ -114,9 +113,7 @@ class StoreExchange:
         self.post(everything, json.dumps(found))
         return found
 
-    def _gathered(
-        self, what: str, everything: str, is_enough: Callable[[Mapping[int, str]], bool] | None
-    ) -> dict[int, str]:
+    def _gathered(self, what: str, everything: str, is_enough: IsEnough | None) -> dict[int, str]:
         """Return what the first rank has found, or what there is of the others if the first rank does not come."""
         near = [rank for rank in self.peers() if abs(rank - self.rank) <= _NEAR]
         # The first rank finds out who is missing, so the others wait longer than it does.
@@ -134,7 +131,7 @@ class StoreExchange:
         what: str,
         ranks: Sequence[int],
         limit_s: float | None = None,
-        is_enough: Callable[[Mapping[int, str]], bool] | None = None,
+        is_enough: IsEnough | None = None,
         needs: Sequence[int] = (),
     ) -> dict[int, str]:
         """Return what ``ranks`` have posted under ``what``, possibly of fewer ranks once the wait is over.

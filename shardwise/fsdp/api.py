@@ -706,8 +706,8 @@ def shard_model(
 # ---- ``use_in``: make code that calls torch's FSDP2 by name call shardwise.
 
 # Classes need no replacement: shardwise accepts torch's policies and meshes, and modules are instances of its FSDPModule.
-_APIS: tuple[Any, ...] = fully_shard, replicate, register_fsdp_forward_method, share_comm_ctx
-_OURS: dict[str, Callable[..., Any]] = {each.__name__: each for each in _APIS}
+_NAMED: list[Any] = [fully_shard, replicate, register_fsdp_forward_method, share_comm_ctx]
+_OURS: dict[str, Any] = {each.__name__: each for each in _NAMED}
 _OLDER_PATHS = ("torch.distributed._composable.fsdp", "torch.distributed._composable.fsdp.fully_shard")
 _PLACES = ("torch.distributed.fsdp", "torch.distributed._composable.replicate_with_fsdp")
 
