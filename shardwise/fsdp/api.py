@@ -363,7 +363,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
 # ---- ``replicate``: data parallelism with full parameters on every rank (DDP), by the same engine.
 
-# One that a newer torch adds may change what is trained: it is refused until somebody has looked at it.
+# One that a newer torch adds may change what is trained: it is refused until its effect here is known.
 OLDER_ARGUMENTS = frozenset(
     {
         *("process_group", "device_mesh", "device_ids", "device_id", "output_device", "dim"),
