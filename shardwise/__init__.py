@@ -39,7 +39,6 @@ from shardwise.fsdp.api import (
     use_in,
 )
 from shardwise.fsdp.clip import clip_grad_norm_
-from shardwise.fsdp.compression_report import CodedTraffic, CompressionState, UnitCompression
 from shardwise.fsdp.init_parameters import init_parameters
 from shardwise.fsdp.mesh import (
     DataParallelMeshDims,
@@ -49,7 +48,16 @@ from shardwise.fsdp.mesh import (
     ShardPlacementResult,
     Strategy,
 )
-from shardwise.fsdp.module import FSDPModule, GradientReductionHandle, UnshardHandle, get_cls_to_fsdp_cls, policy
+from shardwise.fsdp.module import (
+    CodedTraffic,
+    CompressionState,
+    FSDPModule,
+    GradientReductionHandle,
+    UnitCompression,
+    UnshardHandle,
+    get_cls_to_fsdp_cls,
+    policy,
+)
 from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.loop.launch import notebook_launch
 from shardwise.loop.meter import Span, StepMeter, Trace, trace

@@ -31,6 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 _Kind = TypeVar("_Kind", bound=torch.Tensor)
+_Convert = Callable[[torch.Tensor], torch.Tensor]
+_Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 swap_storage: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = torch.UntypedStorage._swap_data_ptr_  # pyright: ignore[reportAttributeAccessIssue]
@@ -42,9 +44,7 @@ would allocate other memory.  Until torch has a public exchange of memory.
 
 
 @contextmanager
-def convertible(
-    modules: Iterable[nn.Module], convert: Callable[[torch.Tensor], torch.Tensor]
-) -> Generator[Callable[[torch.Tensor], torch.Tensor]]:
+def convertible(modules: Iterable[nn.Module], convert: _Convert) -> Generator[_Convert]:
     """Yield a replacement of the ``convert`` that ``Module._apply`` calls with each tensor; its result may replace the tensor.
 
     torch does not swap tensors that have weak references, and LSTMs and similar modules keep some to their weights.
@@ -377,9 +377,7 @@ def restore_hooks(parameter: torch.Tensor, hooks: dict[int, Callable[[torch.Tens
     parameter._post_accumulate_grad_hooks.update(hooks)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def gradient_hooks(
-    parameters: Iterable[torch.Tensor],
-) -> list[tuple[int, Callable[[torch.Tensor], torch.Tensor | None]]]:
+def gradient_hooks(parameters: Iterable[torch.Tensor]) -> list[tuple[int, _Hook]]:
     """Return the hooks of ``register_hook``, each with the index of its parameter, in registration order.
 
     Why: hooks of users run on the averaged gradient, of a full parameter never.  Until hooks can be listed in public.
@@ -627,26 +625,19 @@ class _DrawnWhole(TorchDispatchMode):
     def _positions(self, dim: int) -> torch.Tensor:
         """Return the positions of the shard's elements in the whole tensor along ``dim``, shaped to index with all dims."""
         shape, mesh = cast(TensorMeta, self._spec.tensor_meta).shape, self._spec.mesh
-        cuts = [
-            _cut_of_rows(each) if getattr(each, "dim", None) == dim else Replicate() for each in self._spec.placements
-        ]
+        cuts = [_cut_of_rows(each, dim) for each in self._spec.placements]
         rows = distribute_tensor(torch.arange(shape[dim], device="cpu"), mesh, cuts, src_data_rank=None).to_local()
         return rows.reshape([-1 if each == dim else 1 for each in range(len(shape))])
 
 
-def _cut_of_rows(placement: Any) -> Placement:
-    factor = getattr(placement, "split_factor", None)
-    return Shard(0) if factor is None else strided_shard(0, factor)
+def _cut_of_rows(placement: Placement, dim: int) -> Placement:
+    is_cut = getattr(placement, "dim", None) == dim
+    return strided_shard(0, getattr(placement, "split_factor", 1)) if is_cut else Replicate()
 
 
 _aten = torch.ops.aten
-_DRAWS_ELSEWHERE = (
-    _aten.cauchy_,
-    _aten.exponential_,
-    _aten.geometric_,
-    _aten.log_normal_,
-    _aten.random_,
-)  # in no region
+# torch enters no region for these.
+_DRAWS_ELSEWHERE = (_aten.cauchy_, _aten.exponential_, _aten.geometric_, _aten.log_normal_, _aten.random_)
 
 
 def _draw_elsewhere(op: Any, args: Any, kwargs: Any) -> DTensor:
@@ -1070,10 +1061,13 @@ def forget_meshes() -> None:
     from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
     topologies = getattr(_collective_utils, "MeshTopoInfo", None)
-    cached = getattr(_redistribute, "_gen_transform_infos", None), getattr(topologies, "build_from_mesh", None)
-    clears = [getattr(each, "cache_clear", None) for each in cached]
-    clears += [getattr(debug, "_clear_sharding_prop_cache", None)]
-    for clear in (*clears, getattr(_redistribute, "clear_redistribute_planner_cache", None)):
+    for place, name in (
+        (debug, "_clear_sharding_prop_cache"),
+        (_redistribute, "clear_redistribute_planner_cache"),
+        (getattr(_redistribute, "_gen_transform_infos", None), "cache_clear"),
+        (getattr(topologies, "build_from_mesh", None), "cache_clear"),
+    ):
+        clear: Callable[[], None] | None = getattr(place, name, None)
         if clear is not None:
             clear()
 

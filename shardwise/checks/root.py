@@ -28,7 +28,7 @@ from shardwise.consistency.agreement import MismatchCheck
 from shardwise.consistency.store import are_threads, digest_of, sample_of
 from shardwise.errors import ConfigError, DesyncError, StateError, TransportError
 from shardwise.formatting import format_ranks
-from shardwise.fsdp.attachment import Attachment, attachment_of, is_managed_by_torch, managed_by_registration
+from shardwise.fsdp.attachment import Attachment, attachment_of, is_managed_by_torch
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.init_parameters import (
     SHARES_BUFFERS,
@@ -39,7 +39,7 @@ from shardwise.fsdp.init_parameters import (
     unwritten,
     unwritten_in,
 )
-from shardwise.fsdp.param import ShardedParam
+from shardwise.fsdp.param import ShardedParam, manager_of
 from shardwise.fsdp.roots import check_makers
 from shardwise.fsdp.unit import StepChecks, Unit
 from shardwise.observe import unit_in_words
@@ -287,9 +287,8 @@ def check_tree(root: nn.Module, warns: bool) -> None:
         if param.requires_grad and id(param) not in known
         if (id(torch_private.parameters_of(module)), name) not in ignored
     }
-    owned = {id(form): p for p in managed_by_registration().values() for form in (p.sharded, p.full) if added}
     for path, param in added.items():
-        if (owner := owned.get(id(param))) is not None:
+        if (owner := manager_of(param)) is not None:
             raise StateError(
                 f"{path} of this {type(root).__name__} is shared with {type(owner.module()).__name__}, which was sharded by "
                 "itself and is not below it. Call fully_shard (or replicate) on a module that contains both, and run that"

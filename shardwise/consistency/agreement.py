@@ -52,6 +52,7 @@ _HEED_S = 2.0  # time for a late rank to report why
 # Neighbouring ranks share a host: each checks whether that many on each side are gone, so that a poll makes few requests.
 _NEAR = 8
 _SOON_S = 0.05  # ranks that arrive within it are not late
+IsEnough = Callable[[Mapping[int, str]], bool]  # whether the texts of some ranks make those of the others superfluous
 
 # How often ranks have restored the state before a step, by the set of ranks: exchanges that they open later are
 # numbered from one again, because some ranks had opened more than others. Per job.
@@ -91,9 +92,7 @@ class StoreExchange:
         place, _, number = what.partition("#")
         self.store.set(f"{self.prefix}/{place}/{self.rank}", f"{number} {text}" if number else text)
 
-    def gather(
-        self, topic: str, text: str, is_enough: Callable[[Mapping[int, str]], bool] | None = None
-    ) -> dict[int, str]:
+    def gather(self, topic: str, text: str, is_enough: IsEnough | None = None) -> dict[int, str]:
         """Return the texts of all ranks in their next round about ``topic``, the same on all ranks.
 
         Texts are missing, so that :meth:`absent` names their ranks, if ranks are gone or late, or if ``is_enough``
@@ -115,9 +114,7 @@ class StoreExchange:
         self.post(everything, json.dumps(found))
         return found
 
-    def _gathered(
-        self, what: str, everything: str, is_enough: Callable[[Mapping[int, str]], bool] | None
-    ) -> dict[int, str]:
+    def _gathered(self, what: str, everything: str, is_enough: IsEnough | None) -> dict[int, str]:
         """Return what the first rank has found, or what there is of the others if the first rank does not come."""
         near = [rank for rank in self.peers() if abs(rank - self.rank) <= _NEAR]
         # The first rank finds out who is missing, so the others wait longer than it does.
@@ -135,7 +132,7 @@ class StoreExchange:
         what: str,
         ranks: Sequence[int],
         limit_s: float | None = None,
-        is_enough: Callable[[Mapping[int, str]], bool] | None = None,
+        is_enough: IsEnough | None = None,
         needs: Sequence[int] = (),
     ) -> dict[int, str]:
         """Return what ``ranks`` have posted under ``what``, possibly of fewer ranks once the wait is over.
@@ -425,7 +422,6 @@ def open_store_gather(group: dist.ProcessGroup | None, topic: str) -> StoreGathe
 DETAIL_LIMIT = 400  # characters of one rank's fact in an error
 
 
-@dataclass(slots=True)
 class GroupAgreement:
     """One rank's view of the agreement about one object (``topic``); all ranks must open theirs in the same order.
 
@@ -434,20 +430,12 @@ class GroupAgreement:
     that long runs do not fill the store.
     """
 
-    group: dist.ProcessGroup
-    exchange: StoreExchange
-    has_peers: bool
-    rank: int = field(init=False)
-    size: int = field(init=False)
-    name: int = field(init=False)
-    num_renewals: int = field(default=0)
-    # the track's count when this rank last raised an error that the program may catch
-    count_of_own_error: int = field(default=-1)
-    track: Track = field(default_factory=lambda: Track(""))
-
-    def __post_init__(self) -> None:
-        self.rank, self.size = self.exchange.rank, self.exchange.size
-        self.name = self.exchange.members[self.rank]
+    def __init__(self, group: dist.ProcessGroup, exchange: StoreExchange, has_peers: bool) -> None:
+        self.group, self.exchange, self.has_peers = group, exchange, has_peers
+        self.rank, self.size, self.name = exchange.rank, exchange.size, exchange.members[exchange.rank]
+        self.track, self.num_renewals = Track(exchange.prefix), 0
+        # The track's count when this rank last raised an error that the program may catch.
+        self.count_of_own_error = -1
 
     def agree(self, what: str, facts: Sequence[str] = (), error: BaseException | None = None) -> None:
         """Return once every rank has called this with the same ``what`` and ``facts``; else raise on all ranks.
@@ -592,8 +580,7 @@ def open_agreement(group: dist.ProcessGroup | None, topic: str) -> GroupAgreemen
     if dist.get_rank(group) < 0:
         raise StateError(f"this process is not a member of the process group given to {topic}")
     has_peers = dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
-    exchange = open_exchange(group, topic)
-    return GroupAgreement(group, exchange, has_peers, track=Track(exchange.prefix))
+    return GroupAgreement(group, open_exchange(group, topic), has_peers)
 
 
 def first_difference(facts: dict[int, list[str]]) -> str:

@@ -595,9 +595,8 @@ def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], 
         failed = f"{what} on rank {mine}: {in_short(error)}"
         groups = groups_within(members) if dist.is_initialized() else ()
         others = [rank for rank in members if rank != mine]
-        who = why_failed(failed, error, members, mine, default_store(), groups) or (
-            f"{format_ranks(others)} did not all make this call, or raised an exception: see their errors"
-        )
+        who = why_failed(failed, error, members, mine, default_store(), groups)
+        who = who or f"{format_ranks(others)} did not all make this call, or raised an exception: see their errors"
         raise TransportError(
             f"{what}: {who}; rank {mine} waited. Every rank must make the same calls in the same order; first error: "
             f"{in_short(error)}"

@@ -585,9 +585,7 @@ def reconnect_group(group: dist.ProcessGroup) -> None:
     """
     number = _num_reconnected.get(group, 0)
     if _FIRST_KIND + number > _LAST_KIND:
-        raise StateError(
-            f"group {group.group_name} was reconnected {number} times; start the job again from a checkpoint"
-        )
+        raise StateError(f"group {group.group_name} was reconnected {number} times; start again from a checkpoint")
     _num_reconnected[group] = number + 1
     torch_private.replace_gloo(group, f"shardwise/mended/{number}", _FIRST_KIND + number)
     _closed.pop(group, None)

@@ -384,9 +384,7 @@ def last_job() -> Path:
     place = default_place()
     jobs = sorted(place.iterdir()) if place.is_dir() else []
     if not jobs:
-        raise ConfigError(
-            f"{place} has no record of a job; name the run folder, or the folder given to shardwise.record"
-        )
+        raise ConfigError(f"{place} has no record of a job; name the run folder, or that given to shardwise.record")
     return jobs[-1]
 
 
@@ -730,16 +728,14 @@ def _difference(statuses: Sequence[RankStatus]) -> tuple[str, str]:
 def _what(status: RankStatus, track: str, kind: str, is_many: bool = False) -> str:
     track = track or next(iter(status.running), next(iter(status.passes), ""))
     running, passes, its = status.running.get(track, ""), status.passes.get(track, {}), "their" if is_many else "its"
+    counted = kind or "forward"
+    after = f" after {its} {_ordinal(passes[counted])} {counted}" if passes.get(counted) else ""
     if status.has_ended:
-        doing = "ended without an exception"
-        counted = kind or "forward"
-        return doing + (f" after {its} {_ordinal(passes[counted])} {counted}" if passes.get(counted) else "")
+        return f"ended without an exception{after}"
     if running:
         doing = f"in {its} {_ordinal(passes[running])} {running}"
     else:
-        doing = f"in {status.call}" if status.call else "in your code" if status.line else "outside your code"
-        counted = kind or "forward"
-        doing += f" after {its} {_ordinal(passes[counted])} {counted}" if passes.get(counted) else ""
+        doing = (f"in {status.call}" if status.call else "in your code" if status.line else "outside your code") + after
     verb = f"raised {status.raised}" if status.raised else "are" if is_many else "is"
     notes = [
         status.line,

@@ -78,8 +78,8 @@ def _row(unit: Unit, name: str) -> UnitRow:
     shards = [param.shard for param in unit.params]
     numel = sum(shard.numel for shard in shards)
     num_bytes = sum(param.shard.numel * param.dtype.itemsize for param in unit.params)
-    cut = [unit.memory.is_collective and not shard.is_whole for shard in shards]
-    moved = sum(s.section_numel * s.num_shards if is_cut else s.numel for s, is_cut in zip(shards, cut, strict=True))
+    is_cut = unit.memory.is_collective
+    moved = sum(each.section_numel * each.num_shards if is_cut and not each.is_whole else each.numel for each in shards)
     route = unit.route if engine_of(unit) is not None else ""
     return UnitRow(name, len(unit.modules), numel, num_bytes, moved / numel if numel else 1.0, route)
 
@@ -363,6 +363,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
 # ---- ``replicate``: data parallelism with full parameters on every rank (DDP), by the same engine.
 
+# One that a newer torch adds may change what is trained: it is refused until its effect here is known.
 OLDER_ARGUMENTS = frozenset(
     {
         *("process_group", "device_mesh", "device_ids", "device_id", "output_device", "dim"),

@@ -6,7 +6,7 @@ one order.  Stages of a pipeline share it across engines (``share_comm_ctx``).  
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -36,30 +36,21 @@ class UnitComm:
     sub: GroupCommunicator | None = None
 
 
-@dataclass(slots=True)
 class CommContext:
     """The device of an engine and its communication resources.
 
     Attributes:
         device: the device.
+        transport: the transport that this rank wants.
         streams: the streams of collectives.
         pool: the buffer pool of collectives and full parameters.
-        transport: the transport that this rank wants.
         pass_tracker: tracks passes, in which links may be used.
         links: the sources of links, by name of their process group.
     """
 
-    # Written by the thread that runs forwards and setters; autograd's threads read them in a pass, in which nothing writes.
-    device: torch.device
-    streams: CommStreams
-    pool: BufferPool
-    transport: Transport = "auto"
-    pass_tracker: PassTracker = field(default_factory=PassTracker)
-    links: dict[str, LinkSource] = field(default_factory=dict[str, LinkSource])
-
-    @classmethod
-    def on(cls, device: torch.device, transport: Transport) -> CommContext:
-        """Return a new context for ``device``."""
-        pool = BufferPool(device)
-        keep_heap(pool, device)
-        return cls(device, CommStreams.on(device_of(device)), pool, transport)
+    def __init__(self, device: torch.device, transport: Transport) -> None:
+        # Written by the thread that runs forwards and setters; autograd's threads read them in a pass, in which nothing writes.
+        self.device, self.transport = device, transport
+        self.streams, self.pool = CommStreams.on(device_of(device)), BufferPool(device)
+        keep_heap(self.pool, device)
+        self.pass_tracker, self.links = PassTracker(), dict[str, LinkSource]()

@@ -130,9 +130,8 @@ class Divergence:
         places += [_FORWARD] if wanted == "forward" else []
         if wanted == "backward":
             syncing = [unit.policy for unit in self._units if unit.policy.sync]
-            places += (
-                [_BACKWARD] + [_SYNCS] * bool(syncing) + [_SYNCS_REPLICAS] * any(e.syncs_replicas for e in syncing)
-            )
+            places += [_BACKWARD] + [_SYNCS] * bool(syncing)
+            places += [_SYNCS_REPLICAS] * any(policy.syncs_replicas for policy in syncing)
         # 1 + the place of a parameter, one of ``changed``, whose gradients wait on this rank; else 0.
         shown = [(param, mark) for unit in self._units for param, mark in unit.earlier.waiting.items()]
         waiting = [param for param, mark in shown if param.sharded.grad is mark]

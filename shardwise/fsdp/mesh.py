@@ -191,16 +191,14 @@ def cut_shard(whole: torch.Tensor, cut: ChunkShard, rank: int) -> torch.Tensor:
     Subclasses (quantised weights) are sharded and copied by methods that they define: ``chunk``, ``new_zeros``, ``copy_``.
     ``narrow`` may be missing, and ``clone`` may quantise again.
     """
-    if cut.is_whole:
-        shard = whole
-    else:
-        rows, chunks = cut.rows(rank), () if type(whole) is torch.Tensor else whole.chunk(cut.num_shards, cut.dim)
-        if not chunks or any(type(chunk) is not type(whole) for chunk in chunks):  # the class does not define ``chunk``
-            shard = whole.narrow(cut.dim, rows.start, len(rows))
-        else:
-            shard = chunks[rank] if rank < len(chunks) else chunks[0].new_zeros(cut.shard_shape(rank))
-    if type(whole) is torch.Tensor:
-        return shard  # a view: packing copies it into the memory that it shares with other shards
+    rows = cut.rows(rank)
+    if type(whole) is torch.Tensor:  # a view: packing copies it into the memory that it shares with other shards
+        return whole if cut.is_whole else whole.narrow(cut.dim, rows.start, len(rows))
+    shard, chunks = whole, () if cut.is_whole else whole.chunk(cut.num_shards, cut.dim)
+    if any(type(chunk) is not type(whole) for chunk in chunks):  # the class does not define ``chunk``
+        shard = whole.narrow(cut.dim, rows.start, len(rows))
+    elif chunks:
+        shard = chunks[rank] if rank < len(chunks) else chunks[0].new_zeros(cut.shard_shape(rank))
     copied = shard.new_zeros(shard.shape)
     return copied.copy_(shard) if type(copied) is type(whole) else shard.clone()
 

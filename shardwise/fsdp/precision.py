@@ -50,9 +50,7 @@ class MixedPrecisionPolicy:
             value: object = getattr(self, name)
             is_dtype = isinstance(value, torch.dtype) and (value.is_floating_point or value.is_complex)
             if value is not None and not is_dtype:
-                raise ArgumentTypeError(
-                    f"mp_policy: {name} is {value!r}; expected None or a floating dtype, as torch.bfloat16"
-                )
+                raise ArgumentTypeError(f"mp_policy: {name} is {value!r}; expected None or a floating dtype")
 
 
 @dataclass(frozen=True)

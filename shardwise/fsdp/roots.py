@@ -59,7 +59,7 @@ def new_engine(units: list[Unit], is_alone: bool = False) -> Engine:
         unit.ensure_packed()  # parameters that user code has tied since leave their units
     device = next((unit.settings.storage.device for unit in units if unit.params), torch.device("cpu"))
     asked: list[Transport] = [unit.settings.transport for unit in units if unit.settings.transport is not None]
-    engine = Engine(CommContext.on(device, asked[0] if asked else default_transport()))
+    engine = Engine(CommContext(device, asked[0] if asked else default_transport()))
     engine.adopt(units)
     set_limits(engine)
     if is_alone:
@@ -74,10 +74,8 @@ def new_engine(units: list[Unit], is_alone: bool = False) -> Engine:
             watch_device(device)
             engine.exec_order.compare_parameters()  # kernels of a gather whose sizes differ between ranks hang
         coded = {number: each for number, unit in enumerate(units) if (each := unit.settings.compression) is not None}
-        if coded:
-            check.check_facts(
-                "compression policies", [f"unit {number}: {each.policy}" for number, each in coded.items()]
-            )
+        if policies := [f"unit {number}: {each.policy}" for number, each in coded.items()]:
+            check.check_facts("compression policies", policies)
         set_divergence(engine, units[0].settings.may_diverge)
     return engine
 

@@ -236,7 +236,6 @@ class StepPlan:
         prefetches: for each entry, the units to unshard right after it.
         starts: for each entry, the number of calls before its own; last, the number of calls before the commits.
         made_from: what it depends on besides the order.
-        ahead_bytes: the limit for full parameters and staging if units are prefetched by bytes; else None.
     """
 
     order: ExecutionOrder
@@ -244,7 +243,6 @@ class StepPlan:
     prefetches: tuple[tuple[int, ...], ...]
     starts: tuple[int, ...]
     made_from: MadeFrom
-    ahead_bytes: int | None = None
 
 
 class _Simulation:
@@ -376,10 +374,9 @@ def plan_step(order: ExecutionOrder, units: Sequence[UnitFacts], budget: Prefetc
         found = _Simulation(order, units, budget, limit).plan(made_from)
         excess = peak_bytes(found.calls, budget.max_reductions) - bound
         if excess <= 0:
-            plan = found
-            break
+            return found
         limit -= excess
-    return replace(plan, ahead_bytes=bound)
+    return plan
 
 
 # ---- The plans of the last steps: a step whose order is known needs no new plan, and may tell which order comes next.

@@ -68,19 +68,19 @@ def test_gathers_ahead_by_bytes_go_as_planned_and_hold_no_more() -> None:
             engine = engine_of(model)
             plan = engine.exec_order.plan
             assert plan is not None
-            assert (plan.ahead_bytes is None) == (num_bytes is None)
+            assert plan.made_from[0].num_bytes == num_bytes
             recorder = Recorder(engine)
             start_peak(engine)
             loss = loss_of(model, name="plain")
             loss.backward()
             results.append(loss.detach())
             assert tuple(recorder.calls) == plan.calls
-            assert engine.comm_ctx.pool.peak_used_bytes == peak_bytes(plan.calls) <= (plan.ahead_bytes or 1 << 30)
+            assert engine.comm_ctx.pool.peak_used_bytes == peak_bytes(plan.calls) <= 1 << 30
             most = max(len(units) for units in plan.prefetches)
             assert most == 1 if num_bytes is None else most >= 1 if num_bytes == 0 else most > 2
             model.set_gather_ahead_bytes(None)  # the next plan is that of one unit
             loss_of(model, name="plain").backward()
-            assert engine.exec_order.plan.ahead_bytes is None
+            assert engine.exec_order.plan.made_from[0].num_bytes is None
         assert results[0] == results[1] == results[2]
 
 
