@@ -63,7 +63,13 @@ def host_memory_bytes(root: Path = Path("/")) -> int | None:
 def resident_bytes() -> int:
     """Return the bytes of this process that are in memory now; their peak where the system tells no more."""
     fields = read_proc("self/statm").split()
-    return int(fields[1]) * mmap.PAGESIZE if fields else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(fields[1]) * mmap.PAGESIZE if fields else peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """Return the most bytes of this process that were in memory."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def stay_on_loopback(environment: MutableMapping[str, str]) -> None:

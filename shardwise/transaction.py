@@ -70,7 +70,7 @@ class Saved:
         found = torch_private.locals_of(list(tensors))
         copies = self._memory.get(what, [])
         with torch.no_grad():
-            if _are_alike(found, copies) and _are_plain(found):
+            if _fit(copies, found):
                 torch_private.copy_all(copies, found)
             else:
                 copies = self._memory[what] = [copied(tensor.detach()) for tensor in found]
@@ -98,15 +98,14 @@ class Saved:
         self._undo, self.undo_forward = [], lambda: None
 
 
-def _are_alike(found: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> bool:
+def _fit(copies: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
+    """Return True if ``found``, all plain tensors, can be copied into ``copies`` of earlier ones."""
     return len(found) == len(copies) and all(
-        tensor.shape == copy.shape and tensor.dtype is copy.dtype and tensor.device == copy.device
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and (tensor.shape, tensor.dtype, tensor.device) == (copy.shape, copy.dtype, copy.device)
         for tensor, copy in zip(found, copies, strict=True)
     )
-
-
-def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    return all(type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided for tensor in tensors)
 
 
 # ---- Units.  Ranks that stopped at different places know different things about each other: plans, numbers of exchanges,
@@ -487,9 +486,9 @@ class Ledger:
         self._attachments = attachments_of(model)
         self._optimizers = {id(each): optimized(each) for each in optimizers}
         self.saved = Saved()
-        this: weakref.ref[Ledger] = weakref.ref(self)
+        before_step = weakref.WeakMethod(self.before_step)
         for each in optimizers:
-            hook = each.register_step_pre_hook(lambda optimizer, *_: _before_step(this, optimizer))
+            hook = each.register_step_pre_hook(lambda optimizer, *_: (save := before_step()) and save(optimizer))
             weakref.finalize(self, hook.remove).atexit = False
 
     def is_for(self, optimizers: Sequence[Optimizer], also: Sequence[Any]) -> bool:
@@ -583,12 +582,6 @@ class Ledger:
         ]
         for param in {id(param): param for param in params}.values():
             yield from holders_of(param)
-
-
-def _before_step(ledger_ref: weakref.ref[Ledger], optimizer: Optimizer) -> None:
-    ledger = ledger_ref()
-    if ledger is not None:
-        ledger.before_step(optimizer)
 
 
 def _several_ranks() -> dist.ProcessGroup | None:
@@ -697,9 +690,8 @@ class Transaction:
         ledger, agreement = self._ledger, self._ledger.agreement
         choice: Choice = "skip" if isinstance(error, self._skip) else "raise"
         choice = "retry" if isinstance(error, self._retry) else choice
-        if agreement is None:
-            return make_report(error, 0, 1, choice)
-        return make_report(error, agreement.rank, agreement.claim(ledger.number), choice)
+        rank, order = (0, 1) if agreement is None else (agreement.rank, agreement.claim(ledger.number))
+        return make_report(error, rank, order, choice)
 
     def _restore_all(self) -> None:
         ledger, agreement = self._ledger, self._ledger.agreement

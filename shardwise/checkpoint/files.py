@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import fcntl
+import io
 import os
 import platform
 import shutil
@@ -85,6 +87,13 @@ def take(folder: Path) -> bool:
     return True
 
 
+@atexit.register
+def give_back_all() -> None:
+    """Release the locks of this process."""
+    for path in list(_locks):
+        give_back(path.parent)
+
+
 def give_back(folder: Path) -> None:
     """Release the lock if this process has it."""
     path = folder.resolve() / LOCK
@@ -115,7 +124,7 @@ class Files:
 
     def create(self, path: Path) -> Output:
         """Return a new file.  Raises: FileExistsError."""
-        return Output(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        return Output(io.FileIO(path, "x"))
 
     def open(self, path: Path) -> Input:
         """Open a regular file, not through a link.  Raises: DamagedCheckpointError if it is something else."""
@@ -166,25 +175,13 @@ class Files:
             return []
 
 
-class Output:
+class Output(io.BufferedWriter):
     """A file that is being written."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def write(self, data: Buffer) -> None:
-        """Append all of ``data``."""
-        view = memoryview(data).cast("B")
-        while len(view):
-            view = view[os.write(self._fd, view[: 2**30]) :]
 
     def sync(self) -> None:
         """Return once the written bytes would survive a crash of the machine."""
-        os.fsync(self._fd)
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._fd)
+        self.flush()
+        os.fsync(self.fileno())
 
 
 class Input:

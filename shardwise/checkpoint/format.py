@@ -112,7 +112,12 @@ def share_out(held_by_rank: Sequence[Sequence[Held]]) -> tuple[Write, ...]:
     shared: list[tuple[Held, Window, list[int]]] = []
     for name, (_, held) in first.items():
         windows = holders.get(name, {})
-        _check_tiles(held, windows)
+        if not _make_up(windows, held.shape):
+            numel = sum(window.numel for window in windows)
+            raise CheckpointError(
+                f"{name}: the ranks hold {numel} of its {prod(held.shape)} elements in {len(windows)} part(s) that do not make "
+                "up the tensor; save from all ranks of its mesh, with the group that they form"
+            )
         for window, ranks in windows.items():
             num_bytes = window.numel * DTYPE_BYTES[held.dtype]
             if len(ranks) == 1 or num_bytes < SMALL_BYTES or held.is_lowest:
@@ -127,14 +132,10 @@ def share_out(held_by_rank: Sequence[Sequence[Held]]) -> tuple[Write, ...]:
     return tuple(sorted(writes, key=lambda w: (-DTYPE_BYTES[w.dtype], w.name, w.window)))
 
 
-def _check_tiles(held: Held, windows: Iterable[Window]) -> None:
+def _make_up(windows: Iterable[Window], shape: Sequence[int]) -> bool:
+    """Return True if ``windows`` cover each element of a tensor once."""
     found = sorted(windows)
-    numel = sum(window.numel for window in found)
-    if numel != prod(held.shape) or overlapping(found) is not None or not found:
-        raise CheckpointError(
-            f"{held.name}: the ranks hold {numel} of its {prod(held.shape)} elements in {len(found)} part(s) that do not make "
-            "up the tensor; save from all ranks of its mesh, with the group that they form"
-        )
+    return bool(found) and sum(each.numel for each in found) == prod(shape) and overlapping(found) is None
 
 
 def overlapping(windows: Sequence[Window]) -> tuple[Window, Window] | None:
@@ -658,8 +659,8 @@ def _tensor(value: object, files: Sequence[FileRecord], key: str) -> TensorRecor
         _part(each, shape, dtype, files, f"{key}.parts[{i}]")
         for i, each in enumerate(as_list(fields.get("parts"), f"{key}.parts"))
     )
-    numel = sum(part.window.numel for part in parts)
-    if numel != prod(shape) or overlapping(sorted(part.window for part in parts)) is not None or not parts:
+    if not _make_up([part.window for part in parts], shape):
+        numel = sum(part.window.numel for part in parts)
         raise DamagedCheckpointError(f"{key}: {len(parts)} parts of {numel} elements do not make up {list(shape)}")
     return TensorRecord(dtype, shape, parts)
 

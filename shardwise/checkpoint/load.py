@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, cast
@@ -173,16 +174,6 @@ class Loaded:
     num_bytes_read: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    """Everything that this rank needs, read and verified, in new memory."""
-
-    order: LoadRequests
-    applies: tuple[Apply, ...]
-    unexpected: tuple[str, ...]
-    num_bytes_read: int
-
-
 @explains_arguments
 def load(
     folder: str | Path,
@@ -254,53 +245,54 @@ def _candidates(path: Path, step: int | None, files: Files, store_gather: StoreG
 def _load_one(
     path: Path, state: Mapping[str, Any], strict: bool, skipped: tuple[str, ...], store_gather: StoreGather
 ) -> Loaded:
-    staged: list[_Staged] = []
+    staged: list[tuple[LoadRequests, list[Apply], list[str], int]] = []
 
     def stage() -> str:
-        staged.append(_stage(path, state, strict, store_gather))
-        return staged[0].order.manifest.save_id
+        """Read and verify everything that this rank needs, into new memory."""
+        note("checkpoint load", str(path))
+        order, read = _open(path, state)
+        carriers = carriers_of(state, store_gather.rank, store_gather.size)
+        applies = [carrier.ask(order) for carrier in carriers]
+        unexpected = order.unexpected([carrier.prefix for carrier in carriers])
+        if strict:
+            _refuse_differences(order, state, unexpected)
+        staged.append((order, applies, unexpected, read(order.requests)))
+        return order.manifest.save_id
 
     what = f"{path} was not loaded, nothing has changed"
-    found = together(store_gather, what, stage)
-    together(store_gather, what, lambda: _check_one_save(found))
-    result = staged[0]
-
+    saves = sorted(set(together(store_gather, what, stage)))
+    if len(saves) > 1:
+        raise DamagedCheckpointError(f"{what}: ranks see different saves under this name: {', '.join(saves)}")
+    ((order, applies, unexpected, num_bytes),) = staged
     failed = f"{path} was read, and putting it into place failed; the state may have changed in part"
-    together(store_gather, failed, lambda: [apply() for apply in result.applies])
-    missing = (*result.order.missing, *result.order.unlike)
-    if missing or result.unexpected:
-        logger.warning("%s: missing: %s; unexpected: %s", path, _listing(missing), _listing(result.unexpected))
-    return Loaded(path, result.order.manifest.step, missing, result.unexpected, skipped, result.num_bytes_read)
+    together(store_gather, failed, lambda: [apply() for apply in applies])
+    missing = (*order.missing, *order.unlike)
+    if missing or unexpected:
+        logger.warning("%s: missing: %s; unexpected: %s", path, _listing(missing), _listing(unexpected))
+    return Loaded(path, order.manifest.step, missing, tuple(unexpected), skipped, num_bytes)
 
 
-def _stage(path: Path, state: Mapping[str, Any], strict: bool, store_gather: StoreGather) -> _Staged:
+def _open(path: Path, state: Mapping[str, Any]) -> tuple[LoadRequests, Callable[[Iterable[Request]], int]]:
+    """Return requests for what ``path`` contains, and a function that fills them and returns how many bytes it has read."""
     path = path.resolve()  # what the user names may be a link; what is found below may not
-    files = Files(path.parent)
-    note("checkpoint load", str(path))
-    foreign = None if MANIFEST in files.names(path) else find_foreign(files, path)
-    tensors = read_torch_file(path, _only_module(state)) if is_torch_file(path) else {}
-    tensors = _without_prefix(tensors, state[_only_module(state)]) if tensors else {}
-    if tensors:
+    if is_torch_file(path):
+        key = _only_module(state)
+        tensors = _without_prefix(read_torch_file(path, key), state[key])
         records = {
-            join(_only_module(state), name): TensorRecord(dtype_name(each.dtype, name), tuple(each.shape), ())
+            join(key, name): TensorRecord(dtype_name(each.dtype, name), tuple(each.shape), ())
             for name, each in tensors.items()
         }
-        manifest = Manifest("0" * 32, 0, 1, (), records)
-    elif foreign is not None:
+        return LoadRequests(Manifest("0" * 32, 0, 1, (), records)), lambda requests: fill_requests(requests, tensors)
+    files = Files(path.parent)
+    foreign = None if MANIFEST in files.names(path) else find_foreign(files, path)
+    if foreign is not None:
         path, names = foreign
         manifest = foreign_manifest(files, path, names, _only_module(state))
     else:
         manifest = read_manifest(files, path)
-    if foreign is None and not tensors and step_of(path.name) not in (None, manifest.step):
-        raise DamagedCheckpointError(f"{path / MANIFEST}: is that of step {manifest.step}")
-    order = LoadRequests(manifest)
-    carriers = carriers_of(state, store_gather.rank, store_gather.size)
-    applies = tuple(carrier.ask(order) for carrier in carriers)
-    unexpected = tuple(order.unexpected([carrier.prefix for carrier in carriers]))
-    if strict:
-        _refuse_differences(order, state, unexpected)
-    read = fill_requests(order.requests, tensors) if tensors else read_requests(files, path, manifest, order.requests)
-    return _Staged(order, applies, unexpected, read)
+        if step_of(path.name) not in (None, manifest.step):
+            raise DamagedCheckpointError(f"{path / MANIFEST}: is that of step {manifest.step}")
+    return LoadRequests(manifest), partial(read_requests, files, path, manifest)
 
 
 def _refuse_differences(order: LoadRequests, state: Mapping[str, Any], unexpected: Sequence[str]) -> None:
@@ -331,11 +323,6 @@ def _without_prefix(tensors: dict[str, torch.Tensor], model: nn.Module) -> dict[
     is_own = "module" in dict(model.named_children()) and not isinstance(model, DistributedDataParallel)
     has_prefix = not is_own and all(name.startswith("module.") for name in tensors)
     return {name.removeprefix("module."): each for name, each in tensors.items()} if has_prefix else tensors
-
-
-def _check_one_save(found: Sequence[str]) -> None:
-    if len(set(found)) > 1:
-        raise DamagedCheckpointError(f"ranks see different saves under this name: {', '.join(sorted(set(found)))}")
 
 
 def _listing(names: Sequence[str]) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import logging
 import secrets
 import threading
@@ -11,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -340,7 +338,7 @@ class Saver:
             if not mine:
                 return [None, values, ties]
             record = write_part(self._files, pending / part_file(self.rank), mine, chunks, job.save)
-            return [[record.name, record.num_bytes, record.block_bytes, list(record.sums)], values, ties]
+            return [astuple(record), values, ties]
 
         try:
             reports = together(self._store_gather, what, write)
@@ -357,7 +355,6 @@ class Saver:
     def _open(self, step: int, opened: list[SaveId]) -> str:
         self._files.make_folder(self.folder)
         take(self.folder)
-        _give_back_at_exit(self.folder)
         clean(self._files, self.folder)
         save = SaveId(secrets.token_hex(16), step)
         opened.append(save)
@@ -370,9 +367,7 @@ class Saver:
 
     def _commit(self, job: Job, reports: Sequence[Any]) -> str:
         records = {
-            rank: FileRecord(file[0], file[1], file[2], tuple(file[3]))
-            for rank, (file, _, _) in enumerate(reports)
-            if file is not None
+            rank: FileRecord(*file[:3], tuple(file[3])) for rank, (file, _, _) in enumerate(reports) if file is not None
         }
         ties: dict[str, str] = {}
         for _, _, found in reports:
@@ -386,11 +381,6 @@ class Saver:
         except OSError as error:  # the save itself is complete
             logger.warning("%s: older checkpoints could not be removed: %s", self.folder, error)
         return str(path)
-
-
-@functools.cache
-def _give_back_at_exit(folder: Path) -> None:
-    atexit.register(give_back, folder)
 
 
 _savers: list[Saver] = []

@@ -10,8 +10,8 @@ from __future__ import annotations
 import fnmatch
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -425,7 +425,6 @@ def norm_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]))
 
 
-@dataclass(slots=True, eq=False)
 class Compression:
     """The coding of parameters that gather and reduce together.
 
@@ -436,16 +435,11 @@ class Compression:
         gathers, reductions: their coding errors and bytes.
     """
 
-    policy: CompressionPolicy
-    residuals: dict[NamedTensor, torch.Tensor] = field(default_factory=dict[NamedTensor, torch.Tensor])
-    gathers: Meter = field(init=False)
-    reductions: Meter = field(init=False)
-    _sections: dict[tuple[int, torch.dtype, Coding], tuple[Bucket, CodedSection]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.gathers = Meter("gather", self.policy.warn_above)
-        self.reductions = Meter("reduction", self.policy.warn_above)
-        self._sections = {}
+    def __init__(self, policy: CompressionPolicy) -> None:
+        self.policy = policy
+        self.residuals: dict[NamedTensor, torch.Tensor] = {}
+        self.gathers, self.reductions = (Meter(what, policy.warn_above) for what in ("gather", "reduction"))
+        self._sections: dict[tuple[int, torch.dtype, Coding], tuple[Bucket, CodedSection]] = {}
 
     def section_of(self, contents: SectionContents, dtype: torch.dtype, coding: Coding) -> CodedSection:
         """Return how sections of ``contents`` in ``dtype`` become messages; it has no runs if no tensor is coded."""
@@ -508,23 +502,20 @@ class Compression:
         return code.decode(coded, numel)[0, : shard.numel()].view(shard.shape).to(dtype)
 
 
+@dataclass(frozen=True, slots=True)
 class _CodedGather:
     """The ends of an all-gather of coded sections: every rank decodes all sections, its own included."""
 
-    take_over = None
+    take_over: ClassVar[None] = None
 
-    def __init__(
-        self,
-        bucket_ends: Sequence[BucketEnds],
-        sections: Sequence[CodedSection],
-        compression: Compression,
-        pool: BufferPool,
-    ) -> None:
-        self._bucket_ends = bucket_ends
-        self._sections = sections
-        self._compression = compression
-        self._pool = pool
-        self._message_bytes = sum(section.message_bytes for section in sections)
+    _bucket_ends: Sequence[BucketEnds]
+    _sections: Sequence[CodedSection]
+    _compression: Compression
+    _pool: BufferPool
+
+    @property
+    def _message_bytes(self) -> int:
+        return sum(section.message_bytes for section in self._sections)
 
     def buckets(self) -> Sequence[BucketEnds]:
         return ()

@@ -7,7 +7,6 @@ Every function issues its calls in an order that depends on its arguments alone.
 from __future__ import annotations
 
 import heapq
-import io
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -282,6 +281,11 @@ class Expected(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -341,31 +345,29 @@ def exchange(
     if ranks.group is None or ranks.size == 1:
         return [list(tensors) for tensors in sends]
     note("exchange", "", sends)
-    out_sizes = [_packed_bytes([(t.numel(), t.dtype) for t in tensors]) for tensors in sends]
-    in_sizes = [_packed_bytes([(prod(e.shape), e.dtype) for e in items]) for items in expected]
-    packed = torch.empty(sum(out_sizes), dtype=torch.uint8, device=device)
-    start = 0
-    for tensors, num_bytes in zip(sends, out_sizes, strict=True):
-        offset = start
-        for tensor in tensors:
-            if tensor.numel():
-                _window(packed, offset, tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
-            offset += exchanged_bytes(tensor.numel() * tensor.dtype.itemsize)
-        start += num_bytes
-    received = torch.empty(sum(in_sizes), dtype=torch.uint8, device=device)
+    sent = [[Expected(tuple(tensor.shape), tensor.dtype) for tensor in tensors] for tensors in sends]
+    out_sizes, in_sizes = (
+        [sum(exchanged_bytes(each.num_bytes) for each in items) for items in rows] for rows in (sent, expected)
+    )
+    packed, received = (torch.empty(sum(sizes), dtype=torch.uint8, device=device) for sizes in (out_sizes, in_sizes))
+    for tensors, windows in zip(sends, _windows(packed, sent), strict=True):
+        for tensor, window in zip(tensors, windows, strict=True):
+            window.copy_(tensor.detach())
     with span("", "exchange", "matrices", sum(out_sizes)):
         work = dist.all_to_all_single(received, packed, in_sizes, out_sizes, group=ranks.group, async_op=True)
         await_collective(work, ranks.group)
+    return _windows(received, expected)
+
+
+def _windows(buffer: torch.Tensor, rows: Sequence[Sequence[Expected]]) -> list[list[torch.Tensor]]:
+    """Return the windows of ``buffer`` for the tensors of each rank, one after another."""
     found: list[list[torch.Tensor]] = []
-    start = 0
-    for items, num_bytes in zip(expected, in_sizes, strict=True):
-        offset = start
-        windows: list[torch.Tensor] = []
-        for item in items:
-            windows.append(_window(received, offset, item.shape, item.dtype))
-            offset += exchanged_bytes(prod(item.shape) * item.dtype.itemsize)
-        found.append(windows)
-        start += num_bytes
+    offset = 0
+    for items in rows:
+        found.append([])
+        for each in items:
+            found[-1].append(buffer.narrow(0, offset, each.num_bytes).view(each.dtype).view(each.shape))
+            offset += exchanged_bytes(each.num_bytes)
     return found
 
 
@@ -392,15 +394,6 @@ def sum_of(value: torch.Tensor, group: dist.ProcessGroup, is_max: bool) -> torch
             op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
             await_collective(dist.all_reduce(value, op=op, group=group, async_op=True), group)
     return value
-
-
-def _window(buffer: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    num_bytes = prod(shape) * dtype.itemsize
-    return buffer.narrow(0, offset, num_bytes).view(dtype).view(shape)
-
-
-def _packed_bytes(items: Sequence[tuple[int, torch.dtype]]) -> int:
-    return sum(exchanged_bytes(numel * dtype.itemsize) for numel, dtype in items)
 
 
 # smaller tensors share a message: a gloo broadcast costs as much as copying this many bytes
@@ -523,35 +516,6 @@ def broadcast_tensor(tensor: torch.Tensor, owner: int, agreement: GroupAgreement
     with _explaining(agreement, what):
         work = dist.broadcast(as_sent(tensor), group_src=owner, group=agreement.group, async_op=True)
         await_collective(work, agreement.group)
-
-
-def broadcast_object(
-    obj: object,
-    src_rank: int,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device = torch.device("cpu"),  # noqa: B008  the seed's signature
-) -> object:
-    """Return the ``obj`` of global rank ``src_rank`` on every rank, with its tensors on ``device``.
-
-    Objects are unpickled: use it only with ranks that you trust.  Source: the function of the same name in torch's
-    ZeroRedundancyOptimizer; callers of that one can call this one.
-    """
-    if dist.get_rank() == src_rank:
-        stream = io.BytesIO()
-        torch.save(obj, stream)
-        data = torch.frombuffer(bytearray(stream.getbuffer()), dtype=torch.uint8).to(device)
-        _broadcast(torch.tensor([data.numel()], device=device), src_rank, group)
-        _broadcast(data, src_rank, group)
-        return obj
-    length = torch.zeros(1, dtype=torch.int64, device=device)
-    _broadcast(length, src_rank, group)
-    data = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
-    _broadcast(data, src_rank, group)
-    return torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location=device, weights_only=False)
-
-
-def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> None:
-    await_collective(dist.broadcast(tensor, src=source, group=group, async_op=True), group)
 
 
 def _alternate(calls: Sequence[Broadcast]) -> tuple[Broadcast, ...]:

@@ -374,10 +374,11 @@ def sum_sections(layout: Bucket, sections: Sequence[torch.Tensor], scale: Scale,
         scale.add(sections, out)
         return
     divisor = scale.over(len(sections))
+    # Blocks of a coding may have padding of a large shard beside its elements, and user code may get the whole section.
+    for offset, shard in zip(layout.offsets[: layout.num_large], layout.shards, strict=False):
+        out.narrow(0, offset + (numel := shard.shard_numel(rank)), shard.section_numel - numel).zero_()
     # Sum and divide tensor by tensor, so that the division finds the sum in the cache.
-    for start, numel, padding in _extents(layout, rank):
-        if padding:  # a block of a coding may have it beside elements, and user code that gets the section reads it
-            out.narrow(0, start + numel, padding).zero_()
+    for start, numel in _extents(layout, rank):
         target = out.narrow(0, start, numel)
         terms = [target if section is out else section.narrow(0, start, numel) for section in sections]
         add_up(terms, divisor, target)
@@ -397,14 +398,13 @@ def add_up(terms: Sequence[torch.Tensor], divisor: float, out: torch.Tensor) -> 
         out.copy_(total)
 
 
-def _extents(layout: Bucket, rank: int) -> list[tuple[int, int, int]]:
-    """Return where elements of ``rank`` begin, how many there are, and how much padding follows."""
+def _extents(layout: Bucket, rank: int) -> list[tuple[int, int]]:
     large = [
-        (offset, numel := shard.shard_numel(rank), shard.section_numel - numel)
+        (offset, shard.shard_numel(rank))
         for offset, shard in zip(layout.offsets[: layout.num_large], layout.shards, strict=False)
     ]
-    tail = layout.tail_start, layout.section_numel - layout.tail_start, 0  # sent as one part, with padding
-    return [each for each in (*large, tail) if each[1] or each[2]]
+    tail = layout.tail_start, layout.section_numel - layout.tail_start  # sent as one part
+    return [(start, numel) for start, numel in (*large, tail) if numel]
 
 
 PassKind = Literal["forward", "backward"]

@@ -6,8 +6,6 @@ import json
 import logging
 import math
 import operator
-import resource
-import sys
 import threading
 import time
 import zlib
@@ -33,7 +31,7 @@ from shardwise.formatting import format_bytes, format_ranks
 from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.unit import Unit
 from shardwise.observe import Call, Listener, listening
-from shardwise.one_host import read_proc
+from shardwise.one_host import peak_resident_bytes, resident_bytes
 from shardwise.planner.hardware import flops_of
 
 # ---- ``trace``: record the calls of a model's steps with their times.
@@ -359,9 +357,10 @@ class StepMeter:
                 "Give the same names on every rank"
             )
         of = {name: [each[place] for each in rows] for place, name in enumerate(_OWN)}
-        steps = [max(each, 1.0) for each in of["steps"]]
-        step_s = fmean([total / count for total, count in zip(of["step"], steps, strict=True)])
-        data_s = fmean([total / count for total, count in zip(of["data"], steps, strict=True)])
+        step_s, data_s = (
+            fmean([total / max(count, 1.0) for total, count in zip(of[name], of["steps"], strict=True)])
+            for name in ("step", "data")
+        )
         whole_s = step_s + data_s
         peak = self._peak_flops
         found: dict[str, float] = {
@@ -465,10 +464,8 @@ def _memory(device: torch.device) -> tuple[float, float]:
     """Return the bytes of this process now and at its peak: of CUDA's allocator, or resident."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    line = next((each for each in read_proc("self/status").splitlines() if each.startswith("VmRSS:")), None)
-    now = math.nan if line is None else 1024.0 * int(line.split()[1])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1.0 if sys.platform == "darwin" else 1024.0)
-    return now, max(peak, now)  # nan is never the larger
+    now = resident_bytes()
+    return now, max(peak_resident_bytes(), now)
 
 
 def _all(row: Sequence[float], device: torch.device) -> list[list[float]]:

@@ -38,8 +38,8 @@ from shardwise.optim.slices import (
     call_hooks,
     clear_gradient,
     gradient_of,
-    is_known,
     is_sharded_tensor,
+    known_base,
     local_of,
     reason_for_refusal,
     slices_of,
@@ -138,7 +138,7 @@ def make_backend(
     has_sums = False
     try:
         rule = update_rule(optimizer_class, declared)
-        if rule == "elementwise" and not is_known(optimizer_class):
+        if rule == "elementwise" and not known_base(optimizer_class):
             probe = Probe(make, groups[0][1], local_of(groups[0][0][0][0]).device)
             _check_cut(probe, optimizer_class.__name__)
             has_sums = probe.takes_sums()
@@ -147,7 +147,7 @@ def make_backend(
             raise
         rule = "whole_matrix"
     if rule == "elementwise" and not has_sums:
-        return ElementwiseStep(make, groups, is_flat, is_known(optimizer_class))
+        return ElementwiseStep(make, groups, is_flat, known_base(optimizer_class) is not None)
     if has_sums and not is_plain:
         return SummedStep(make, groups)
     return WholeMatrixStep(make, optimizer_class, groups)  # plain tensors are whole on every rank

@@ -75,7 +75,8 @@ def update_rule(optimizer_class: type[Optimizer], declared: UpdateRule | None = 
     rule = declared if declared is not None else getattr(optimizer_class, "sharded_update", None)
     if rule is not None and rule not in RULES:
         raise ConfigError(f"{name}: the update rule is {rule!r}, expected one of {RULES}")
-    known = _known_rule(optimizer_class)
+    base = known_base(optimizer_class)
+    known: UpdateRule | None = base and ("elementwise" if base in _ELEMENTWISE else "whole_matrix")
     if rule == "elementwise" and known == "whole_matrix":
         raise ConfigError(
             f"{name} is declared 'elementwise' but updates matrices as a whole; leave the declaration out"
@@ -88,11 +89,6 @@ def update_rule(optimizer_class: type[Optimizer], declared: UpdateRule | None = 
             "parameter separately but as a whole (norms, factors); or set the class attribute sharded_update to that"
         )
     return found
-
-
-def is_known(optimizer_class: type[Optimizer]) -> bool:
-    """Return True if the rule of the class is known, whatever it declares."""
-    return _known_rule(optimizer_class) is not None
 
 
 def reason_for_refusal(optimizer_class: type[Optimizer]) -> str | None:
@@ -112,13 +108,6 @@ def known_base(optimizer_class: type[Optimizer]) -> type[Optimizer] | None:
         if known in _ELEMENTWISE or known in _WHOLE_MATRIX:
             return None if _overrides(optimizer_class, known) else known
     return None
-
-
-def _known_rule(optimizer_class: type[Optimizer]) -> UpdateRule | None:
-    known = known_base(optimizer_class)
-    if known is None:
-        return None
-    return "elementwise" if known in _ELEMENTWISE else "whole_matrix"
 
 
 def _overrides(derived: type[Any], known: type[Any]) -> bool:

@@ -182,16 +182,10 @@ def read_hardware(source: str | Path) -> Hardware:
     if not isinstance(given, dict):
         raise ConfigError(f"{path}: found {type(given).__name__}, expected a JSON object with the fields of Hardware")
     values: dict[str, object] = {str(key): value for key, value in given.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    like = values.pop("like", None)
-    base = asdict(HARDWARE[str(like)]) if like in HARDWARE else {}
-    return _made(base | values, path)
-
-
-def _made(values: dict[str, object], path: Path) -> Hardware:
-    known = {each.name for each in fields(Hardware)}
-    odd = sorted(set(values) - known)
-    if odd:
+    like, known = values.pop("like", None), {each.name for each in fields(Hardware)}
+    if odd := sorted(values.keys() - known):
         raise ConfigError(f"{path}: unknown {', '.join(odd)}; expected some of {', '.join(sorted(known))} and 'like'")
+    values = (asdict(HARDWARE[str(like)]) if like in HARDWARE else {}) | values
     try:
         for name in _WIRES:
             wire = values.get(name)
@@ -682,15 +676,11 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: object
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=out))
     name = packet.__name__
-    if name == _ATTENTION:
-        is_causal = bool(args[4]) if len(args) > 4 else bool(kwargs.get("is_causal", False))
-        return (0.5 if is_causal else 1.0) * sdpa_flop_count(*(each.shape for each in args[:3]))
-    if name == f"{_ATTENTION}_backward":
-        is_causal = bool(args[7]) if len(args) > 7 else bool(kwargs.get("is_causal", False))
-        return (0.5 if is_causal else 1.0) * sdpa_backward_flop_count(
-            tuple(args[0].shape), *(each.shape for each in args[1:4])
-        )
-    return 0.0
+    if name not in (_ATTENTION, f"{_ATTENTION}_backward"):
+        return 0.0
+    num_inputs, place, count = (3, 4, sdpa_flop_count) if name == _ATTENTION else (4, 7, sdpa_backward_flop_count)
+    is_causal = bool(args[place]) if len(args) > place else bool(kwargs.get("is_causal", False))
+    return (0.5 if is_causal else 1.0) * count(*(tuple(each.shape) for each in args[:num_inputs]))
 
 
 Loss = Callable[..., torch.Tensor]

@@ -10,7 +10,6 @@ import importlib.util
 import inspect
 import json
 import os
-import resource
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -47,6 +46,7 @@ from shardwise.consistency.process_groups import gather_rows
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes
 from shardwise.fsdp.api import blocks_of as repeated_blocks_of
+from shardwise.one_host import peak_resident_bytes
 from shardwise.recipes.config import ModelShape, TrainConfig, data_ranks, microbatches_per_rank
 from shardwise.recipes.data import first_line
 from shardwise.recipes.gpt import GPT, Experts, GPTBlock, logits_of
@@ -413,8 +413,7 @@ def peak_bytes(device: torch.device) -> int:
     """Return this process's peak: of the CUDA allocator, or of resident memory on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+    return peak_resident_bytes()
 
 
 # ---- The least memory of a training step, from sizes only, to refuse before ranks start what cannot fit.

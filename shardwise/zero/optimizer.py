@@ -21,7 +21,6 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from shardwise.collectives.owned import OwnedSlice, broadcast_tensor, gather_objects_of, launch_broadcasts
-from shardwise.collectives.owned import broadcast_object as _broadcast_object
 from shardwise.collectives.streams import watch_device
 from shardwise.consistency.agreement import GroupAgreement, open_agreement
 from shardwise.consistency.store import Sketch, are_threads, digest_of, sample_of
@@ -416,8 +415,6 @@ def attached(
 
 
 # ---- ZeroRedundancyOptimizer: every rank stores and updates the optimizer state of its partition of the parameters (ZeRO-1).
-
-__all__ = ["ZeroRedundancyOptimizer", "_broadcast_object"]
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
