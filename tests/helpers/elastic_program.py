@@ -6,6 +6,7 @@ Sums of gradients are exact in it, so that its parameters are the same to the bi
 
 from __future__ import annotations
 
+import copy
 import faulthandler
 import json
 import os
@@ -231,7 +232,9 @@ def train(settings: dict[str, Any]) -> None:
             if mistake == "old scheduler" and run.recoveries:
                 old[1].step()
             if mistake is not None and not old:
-                old.extend([state["model"], state["scheduler"]])
+                old.extend(
+                    [state["model"], state["scheduler"]] if mistake != "average" else [copy.deepcopy(state["model"])]
+                )
             if run.number >= 1 and settings.get("slow_ms"):
                 time.sleep(settings["slow_ms"] / 1000)
             rank, size = dist.get_rank(), dist.get_world_size()
