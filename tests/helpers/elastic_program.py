@@ -207,6 +207,7 @@ def train(settings: dict[str, Any]) -> None:
         if mistake == "group":
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         note(settings, f"started-{process}")
+        note(settings, f"store-{os.environ['MASTER_PORT']}")
         folder = settings.get("checkpoints")
 
         def step(run: ElasticRun, **state: Any) -> object:

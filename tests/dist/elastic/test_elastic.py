@@ -9,6 +9,8 @@ import pickle
 import signal
 import socket
 import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import elastic_program, elastic_same_bits
-from helpers.commands import COMMAND, Ended
-from helpers.forked_commands import run_forked
+from helpers.commands import COMMAND, Ended, children
+from helpers.forked_commands import run_forked, start_forked
+from helpers.other_users import run_as_nobody, second_user
 from helpers.snippets import ROOT, read
 
 import shardwise
@@ -319,6 +322,49 @@ def test_ranks_that_wait_for_a_late_one_are_interrupted_before_it_comes(kind: st
     words = {"kills": [[0, 200, 3]], "late": [1, 3], "waiting": [2, 3], "log": str(tmp_path)}
     ended = elastic(tmp_path, "-n", "4", kind=kind, **words)
     assert assert_undisturbed(tmp_path, ended)["worlds"][-1] == 2, "0 and 1 were killed, and nobody else"
+
+
+# What it could write if ranks met at the store that ``dist.init_process_group()`` would use, and what it could read.
+STRANGER = """
+import os, socket, struct, sys
+port, *pids = map(int, sys.argv[1:])
+store, got = socket.create_connection(("127.0.0.1", port), 10), []
+store.sendall(struct.pack("<BI", 0, 0x3C85F7CE))  # torch's greeting
+drop = b'{"number": 2, "members": [0], "lost_in": 2, "cause": "a stranger"}'
+words = {"over": b"1", "generation/2": drop, "generation/3": b"{not json", "formed/2": b"1", "here": b"9"}
+for start in ("", "elastic/", "shardwise/elastic/", "shardwise/elastic/0/"):
+    for end, value in words.items():
+        key = f"/{start}{end}".encode()
+        store.sendall(b"\\x01" + struct.pack("<Q", len(key)) + key + struct.pack("<Q", len(value)) + value)
+for pid in pids:
+    for name in ("environ", "mem", "maps", "fd/3", "fd/4"):
+        try:
+            got.append((name, open(f"/proc/{pid}/{name}", "rb").read(1)))
+        except OSError:
+            pass
+print(got)
+"""
+
+
+@second_user
+def test_another_user_takes_no_part_whatever_it_writes_into_the_store(tmp_path: Path) -> None:
+    settings = {"out": str(tmp_path / "out"), "log": str(tmp_path), "slow_ms": 500}
+    words = [*RUN, "-n", "2", elastic_program.__file__, json.dumps(settings)]
+    with start_forked(words, {"TMPDIR": str(tmp_path)}) as command:
+        deadline = time.monotonic() + 60
+        while not (ports := [each.name.partition("-")[2] for each in tmp_path.glob("store-*")]):
+            assert time.monotonic() < deadline, command.errors()
+            time.sleep(0.02)
+        pids = [command.pid, *children(command.pid)]
+        assert run_as_nobody(STRANGER, ports[0], *map(str, pids)).stdout == "[]\n"
+        store = dist.TCPStore("127.0.0.1", int(ports[0]), None, False, timedelta(seconds=10))
+        assert store.check(["over", "shardwise/elastic/0/generation/2"]), "it could write"
+        out, err = command.communicate(timeout=120)
+        assert command.returncode is not None
+    more = assert_undisturbed(tmp_path, Ended(command.returncode, out, err))
+    assert more["recoveries"] == []
+    assert set(more["worlds"]) == {2}
+    assert "stranger" not in err
 
 
 def test_a_malformed_message_is_named_and_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
