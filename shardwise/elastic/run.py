@@ -218,7 +218,7 @@ class ElasticRun:
 _BEFORE = "the ranks before the loss. Make all that outlives a rank in build(), and use what step() gets"
 
 
-def _refuse(of_earlier: object, *_: Any) -> Any:
+def _refuse(of_earlier: object, /, *_: Any) -> Any:
     what = "model" if isinstance(of_earlier, nn.Module) else "optimizer, or what a scheduler or scaler steers,"
     raise StateError(f"elastic: this {what} is of an earlier call of build(): it belongs to {_BEFORE}")
 
