@@ -218,7 +218,7 @@ class ElasticRun:
 _BEFORE = "the ranks before the loss. Make all that outlives a rank in build(), and use what step() gets"
 
 
-def _refuse(of_earlier: object, /, *_: Any) -> Any:
+def _refuse(of_earlier: object, *_: Any) -> None:
     what = "model" if isinstance(of_earlier, nn.Module) else "optimizer, or what a scheduler or scaler steers,"
     raise StateError(f"elastic: this {what} is of an earlier call of build(): it belongs to {_BEFORE}")
 
@@ -226,7 +226,7 @@ def _refuse(of_earlier: object, /, *_: Any) -> Any:
 class _Earlier(list[dict[str, Any]]):
     """The parameter groups of an optimizer of earlier ranks: whatever steps it, or steers it, reads them."""
 
-    __iter__ = __getitem__ = __len__ = _refuse
+    __iter__ = __getitem__ = __len__ = cast(Any, _refuse)
 
 
 def say(text: str) -> None:
