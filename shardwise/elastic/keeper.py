@@ -68,6 +68,8 @@ class Keeper:
         if (user := _user_of(self._connection)) != os.geteuid():
             raise PermissionError(f"user {user} of this host has taken the name of its socket")
         self.fds = [fd for _ in range(2) for fd in socket.recv_fds(self._connection, 1, NUM_FILES)[1]]
+        for fd in self.fds:  # else they would outlive this process in one that it starts
+            os.set_inheritable(fd, False)
         if not self.fds:
             raise ConnectionResetError("it has ended")
 

@@ -36,7 +36,8 @@ def be_rank(path: str, agent: int, what: str, text: str) -> None:
         return
     if what == "put":
         os.write(keeper.fds[0], text.encode())
-    print(keeper.name[1:], len(keeper.fds), os.pread(keeper.fds[0], 100, 0).decode())
+    num_own = sum(not os.get_inheritable(fd) for fd in keeper.fds)  # no process that a rank starts keeps them
+    print(keeper.name[1:], num_own, os.pread(keeper.fds[0], 100, 0).decode())
 
 
 def be_stranger(name: str, pid: int) -> None:
