@@ -9,8 +9,9 @@ processes that replace them, until so many were lost.  Each run must end with th
 ``python benchmarks/elastic.py times [--repeats 9]``: from a kill to the end of the next step at 4 ranks, beside a restart from
 disk.
 
-``python benchmarks/elastic.py cost [--ranks 4] [--rows 1024] [--steps 40]``: what the copy adds to a step; each
-second step follows none.
+``python benchmarks/elastic.py cost [--ranks 4] [--rows 1024] [--steps 40] [--hosts]``: what the copy adds to a step; each
+second step follows none.  With ``--hosts`` each rank has an agent of torchrun, so that it is a host, and its copy also goes to
+the next one, over loopback.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -135,7 +138,7 @@ def one(number, model, optimizer):
     optimizer.zero_grad()
     if not rank:
         open(f"{folder}/ends", "a").write(f"{number} {time.monotonic()!r} {size}\\n")
-if how == "elastic":
+if how != "disk":
     ends = []
     def step(run, model, optimizer):
         for _ in range(2 if kill_at < 0 else 1):  # the second follows no copy
@@ -165,8 +168,11 @@ def measure(how: str, num_ranks: int, sizes: tuple[int, int], kill_at: int, num_
         words = ["--elastic"] if how == "elastic" else ["--max-restarts", "1"]
         told = json.dumps([how, folder, *sizes, kill_at, num_steps])
         command = [sys.executable, "-m", "shardwise.cli.main", "run", "-n", str(num_ranks), *words, str(program), told]
-        subprocess.run(command, check=True, timeout=300, capture_output=True)
-        found = json.loads(Path(folder, "found").read_text()) if how == "elastic" else []
+        if how == "hosts":
+            start_agents(num_ranks, [str(program), told])
+        else:
+            subprocess.run(command, check=True, timeout=300, capture_output=True)
+        found = json.loads(Path(folder, "found").read_text()) if how != "disk" else []
         if kill_at < 0:
             return 0.0, found
         killed = float(Path(folder, "killed").read_text())
@@ -174,6 +180,19 @@ def measure(how: str, num_ranks: int, sizes: tuple[int, int], kill_at: int, num_
         return min(
             float(end) for number, end, _ in ends if int(number) == kill_at and float(end) > killed
         ) - killed, found
+
+
+def start_agents(num_agents: int, program: list[str]) -> None:
+    """Run a program on one rank under each of so many agents of torchrun."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(num_agents), "--nproc-per-node", "1"]
+    words += ["--max-restarts", "1", "--local-addr", "127.0.0.1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    more = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    agents = [subprocess.Popen([*words, *program], env=os.environ | more) for _ in range(num_agents)]
+    codes = [agent.wait(300) for agent in agents]
+    if any(codes):
+        raise SystemExit("an agent has failed")
 
 
 def time_all(repeats: int) -> None:
@@ -197,14 +216,14 @@ def time_all(repeats: int) -> None:
     print(f"| restart from disk | {statistics.median(restarts):.3f} |")
 
 
-def time_copies(num_ranks: int, rows: int, num_steps: int) -> None:
+def time_copies(how: str, num_ranks: int, rows: int, num_steps: int) -> None:
     """Print what a step takes without the copy and with it, in turn."""
-    _, (_, ends, num_bytes) = measure("elastic", num_ranks, (512, rows), -1, num_steps)
+    _, (_, ends, num_bytes) = measure(how, num_ranks, (512, rows), -1, num_steps)
     seconds = [end - begin for begin, end in pairwise(ends)][10:]
     alone, copied = statistics.median(seconds[::2]), statistics.median(seconds[1::2])
     print(
-        f"{num_ranks} ranks, {rows} rows: {1e3 * alone:.1f} ms without the copy, {1e3 * copied:.1f} ms with it "
-        f"({100 * (copied / alone - 1):+.1f} %), {num_bytes / 2**20:.1f} MiB"
+        f"{num_ranks} {'hosts' if how == 'hosts' else 'ranks'}, {rows} rows: {1e3 * alone:.1f} ms without the copy, "
+        f"{1e3 * copied:.1f} ms with it ({100 * (copied / alone - 1):+.1f} %), {num_bytes / 2**20:.1f} MiB"
     )
 
 
@@ -219,6 +238,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--hosts", action="store_true")
     arguments = parser.parse_args()
     if arguments.what == "kills":
         sys.exit(kill(arguments.kills, arguments.seed, arguments.limit_s))
@@ -227,7 +247,7 @@ def main() -> None:
     elif arguments.what == "times":
         time_all(arguments.repeats)
     else:
-        time_copies(arguments.ranks, arguments.rows, arguments.steps)
+        time_copies("hosts" if arguments.hosts else "elastic", arguments.ranks, arguments.rows, arguments.steps)
 
 
 if __name__ == "__main__":

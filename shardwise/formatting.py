@@ -59,15 +59,15 @@ def parse_size(text: str) -> int | None:
     return match and int(float(match["number"]) * 1024 ** " kmg".index(match["unit"].lower() or " "))
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ``ranks`` as errors name them.
+def format_ranks(ranks: Sequence[int], one: str = "rank", many: str = "ranks") -> str:
+    """Return ``ranks`` as errors name them; ``one``, ``many``: what they are.
 
     Example:
         >>> format_ranks([3]), format_ranks(range(10))
         ('rank 3', 'ranks 0, 1, 2, 3, 4, 5, 6, 7, ...')
     """
     more = ", ..." if len(ranks) > _MOST_LISTED else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST_LISTED]))}{more}"
+    return f"{many if len(ranks) > 1 else one} {', '.join(map(str, ranks[:_MOST_LISTED]))}{more}"
 
 
 def ranks_by_text(found: Iterable[tuple[int, str]]) -> dict[str, list[int]]:

@@ -530,6 +530,15 @@ class TensorRecord:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
+def tensor_records(placed: Iterable[tuple[Write, int, int]]) -> dict[str, TensorRecord]:
+    """Return the tensors whose parts are ``placed``: each with the number of its file, and where it begins there."""
+    found: dict[str, tuple[Write, list[PartRecord]]] = {}
+    for write, file, begin in placed:
+        part = PartRecord(file, write.key, write.window, begin, begin + write.num_bytes)
+        found.setdefault(write.name, (write, []))[1].append(part)
+    return {name: TensorRecord(w.dtype, w.shape, tuple(parts)) for name, (w, parts) in sorted(found.items())}
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The contents of one save.

@@ -31,8 +31,6 @@ from shardwise.checkpoint.format import (
     STEP_KEY,
     FileRecord,
     Manifest,
-    PartRecord,
-    TensorRecord,
     Write,
     bytes_of,
     held_from_text,
@@ -42,6 +40,7 @@ from shardwise.checkpoint.format import (
     share_out,
     step_folder,
     sum_of,
+    tensor_records,
     to_bytes,
 )
 from shardwise.checkpoint.state import BufferCheck, Buffers, ParameterCheck, check_choice, contents_of, together
@@ -112,14 +111,8 @@ def make_manifest(
     begins: dict[int, list[int]] = {
         rank: make_header([write for write in writes if write.rank == rank], save.metadata())[1] for rank in ranks
     }
-    tensors: dict[str, tuple[Write, list[PartRecord]]] = {}
-    for write in writes:
-        begin = begins[write.rank].pop(0)
-        part = PartRecord(ranks.index(write.rank), write.key, write.window, begin, begin + write.num_bytes)
-        tensors.setdefault(write.name, (write, []))[1].append(part)
-    table = {name: TensorRecord(w.dtype, w.shape, tuple(parts)) for name, (w, parts) in sorted(tensors.items())}
-    ties, values = extra
-    return Manifest(save.save_id, save.step, num_ranks, tuple(records[r] for r in ranks), table, ties, values)
+    table = tensor_records((write, ranks.index(write.rank), begins[write.rank].pop(0)) for write in writes)
+    return Manifest(save.save_id, save.step, num_ranks, tuple(records[r] for r in ranks), table, *extra)
 
 
 def write_manifest(files: Files, folder: Path, manifest: Manifest) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import select
 import shutil
 import signal
@@ -17,24 +18,19 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from shardwise.consistency.recorder import RankStatus, statuses_in_words
 from shardwise.elastic.keeper import make_files
-from shardwise.elastic.membership import VARIABLE, Generation
-from shardwise.elastic.process import MOST_BYTES
+from shardwise.elastic.membership import BEFORE_ALL, MOST_BYTES, VARIABLE, Announcement, Generation
 from shardwise.errors import ConfigError, RankError
 from shardwise.formatting import format_ranks
 from shardwise.loop.launch import POLL_S
 from shardwise.one_host import read_proc
 
 STUCK_S = 60.0  # the default of --hang-after
-_START_S = (
-    600.0  # instead of it for a process that has not yet called elastic(): it may import, and read data, for long
-)
-_LOOK_S = 0.5  # between two looks for ranks that hang
+_START_S = 600.0  # instead of it before a process has called elastic(): it may import, and read data, for long
 _EXITING = 4  # of the flags of a process in /proc: PF_EXITING
 
 
@@ -64,19 +60,42 @@ class _Started:
     folder: Path  # for its temporary files
     pid: int = 0
     is_ready: bool = False  # it has called elastic()
-    here: int = 0  # the newest generation that it has come to
-    asks_in: int = 0  # the generation in which it has an error that may come of a lost rank
+    here: int = 0  # what it has said: see Process
+    suspects: int = 0
+    end: str = ""
+    status: RankStatus = field(default_factory=lambda: RankStatus(0))
+    said_s: float = field(default_factory=time.monotonic)  # when
+    settled: int = 0  # see Announcement
+    told: Announcement | None = None
     has_closed: bool = False
     is_lost: bool = False
-    raised: str = ""  # its program's exception, which ends the run
     why_ended: str = ""  # why it is being ended
-    status: RankStatus = field(default_factory=lambda: RankStatus(0))
-    told_s: float = field(default_factory=time.monotonic)  # when it reported its status
 
-    def send(self, what: str, generation: Generation) -> None:
-        """Tell the process; one that is stopped may miss it."""
-        with suppress(OSError):
-            self.link.send(json.dumps([what, asdict(generation)]).encode(), socket.MSG_DONTWAIT)
+    def tell(self, announcement: Announcement) -> None:
+        """Tell the process, if it does not know; one that is stopped may take nothing more, and is told later."""
+        if announcement != self.told and not self.has_closed:
+            with suppress(OSError):
+                self.link.send(pickle.dumps(announcement))
+                self.told = announcement
+
+    def hear(self) -> None:
+        """Read what the process says.  Raises: ValueError, TypeError for a malformed message."""
+        text = b""
+        with suppress(ConnectionError):
+            text = self.link.recv(MOST_BYTES)
+        if not text:
+            self.has_closed = True
+            self.link.close()
+            return
+        here, suspects, end, status = json.loads(text)
+        self.status = RankStatus(**status)
+        self.here, self.suspects, self.end = int(here), int(suspects), str(end)
+        self.is_ready, self.said_s = True, time.monotonic()
+
+    @property
+    def may_join(self) -> bool:
+        """Whether it waits in elastic(), or is a rank."""
+        return self.is_ready and not (self.is_lost or self.has_closed)
 
     @property
     def is_leaving(self) -> bool:
@@ -99,10 +118,9 @@ class Launcher:
         self._terms, self._folder, self._files = terms, folder, make_files(terms.num_ranks)
         self._processes: dict[int, _Started] = {}
         self._num_stuck = 0  # were ended as nothing could interrupt them; they are replaced besides what terms allow
-        self._is_over = self._is_ending = False
-        self._announced_s = self._looked_s = time.monotonic()
-        self._entered = Generation(0, (), 0, "")  # the newest that all its members have come to
-        self._generation = Generation(1, tuple(range(terms.num_ranks)), 0, "the start")
+        self._is_ending = False
+        self._entered, self._left = BEFORE_ALL, 0  # the generation that ranks are in, and the number of the one before
+        self._newest = Generation(1, tuple(range(terms.num_ranks)), 0, "the start", begin_s=time.monotonic())
 
     # ---- processes ----
 
@@ -112,8 +130,9 @@ class Launcher:
         ours.setblocking(False)
         each = self._processes[rank] = _Started(ours, theirs, self._folder / f"tmp-{rank}")
         each.folder.mkdir()
-        told = {"link": theirs.fileno(), "folder": str(self._folder), "stuck_s": self._terms.stuck_s}
-        return {VARIABLE: json.dumps(told), "TMPDIR": each.folder}, (theirs.fileno(),)
+        fds = (theirs.fileno(), *self._files)
+        told = {"fds": fds, "folder": str(self._folder), "stuck_s": self._terms.stuck_s}
+        return {VARIABLE: json.dumps(told), "TMPDIR": each.folder}, fds
 
     def close(self) -> None:
         """Do as :class:`Supervisor` says."""
@@ -124,108 +143,69 @@ class Launcher:
 
     def started(self, rank: int, pid: int) -> None:
         """Do as :class:`Supervisor` says."""
-        each = self._processes[rank]
-        each.pid = pid
-        each.theirs.close()
-        each.send("generation", self._generation)
+        self._processes[rank].pid = pid
+        self._processes[rank].theirs.close()
 
     def outlives(self, rank: int, code: int) -> bool:
         """Do as :class:`Supervisor` says."""
         each = self._processes[rank]
-        if each.is_lost or each.raised:
-            return not each.raised
-        if code >= 0 or self._is_over:
+        if each.end == "raised" or (not each.is_lost and (code >= 0 or self._has_ended("over"))):
             return False
-        if self._has_raised:
-            return True  # the run ends by the exception, not by this one
+        if each.is_lost or self._has_ended("raised"):
+            return True  # in the second case the run ends by the exception, not by this one
         how = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         return self._lose(rank, each.why_ended or f"was ended by {how}")
 
     def more(self) -> int:
         """Do as :class:`Supervisor` says: let processes that are ready join, and replace those that are lost."""
-        members, terms = self._generation.members, self._terms
-        if self._is_over or self._has_raised:
-            if self._is_over and members:  # also for those that others were to let join
+        members, terms = self._newest.members, self._terms
+        if self._has_ended("over", "raised"):
+            if self._has_ended("over") and members:  # also for those that others were to let join
                 self._announce((), False, "the run is over")
             return 0
         self._end_stuck()
         joining = self._ready[: terms.num_ranks - len(members)]
         # Before all have come to the newest generation, some would come to its successor instead.
-        if joining and (not members or self._entered.number == self._generation.number):
-            names = "process" if len(joining) == 1 else "processes"
-            self._announce([*members, *joining], False, f"{names} {_listed(joining)} joined")
+        if joining and (not members or self._entered is self._newest):
+            self._announce([*members, *joining], False, f"{format_ranks(joining, 'process', 'processes')} joined")
         return max(0, min(terms.num_ranks + terms.num_spares - self._num_alive, self._num_startable))
 
     def pause(self, is_ending: bool) -> None:
         """Do as :class:`Supervisor` says."""
         self._is_ending = is_ending
+        self._tell()
         links = {each.link.fileno(): number for number, each in self._processes.items() if not each.has_closed}
         for fd in select.select([*links], (), (), POLL_S)[0]:
-            self._hear(links[fd])
+            try:
+                self._processes[links[fd]].hear()
+            except (ValueError, TypeError) as error:
+                what = f"{type(error).__name__}: {error}"
+                print(f"shardwise: ignored a malformed message of process {links[fd]} ({what})", file=sys.stderr)
+        members = [self._processes[number] for number in self._newest.members]
+        has_come = [each.here == self._newest.number for each in members]
+        if self._entered is not self._newest and has_come and all(has_come):
+            (self._folder / str(self._left)).unlink(missing_ok=True)  # a thread of a rank may still ask the next one
+            self._left, self._entered = self._entered.number, self._newest
+        for each in [each for each in self._processes.values() if each.suspects > each.settled]:
+            leaving = [other for other in members if other is not each and other.is_leaving]
+            if is_ending or self._has_ended("raised") or not leaving:
+                each.settled = each.suspects
         for number, each in self._processes.items():
-            others = [self._processes[other] for other in self._generation.members if other != number]
-            if self._generation.lost_in > each.asks_in:
-                each.asks_in = 0  # it knows
-            elif each.asks_in and (is_ending or self._has_raised or not any(other.is_leaving for other in others)):
-                each.send("own", self._generation)
-                each.asks_in = 0
+            if each.end == "left":
+                self._lose_or_end(number, "was ended by KeyboardInterrupt")
             if each.has_closed and each.folder.exists() and not read_proc(f"{each.pid}/stat"):
                 shutil.rmtree(each.folder, ignore_errors=True)
-                if each.is_ready and number in self._generation.members and not (self._is_over or self._has_raised):
+                if each.is_ready:
                     self._lose_or_end(number, each.why_ended or "has ended before the last step")
 
-    # ---- what processes say ----
-
-    def _hear(self, number: int) -> None:
-        each = self._processes[number]
-        with suppress(BlockingIOError):
-            while not each.has_closed:
-                try:
-                    text = each.link.recv(MOST_BYTES)
-                except ConnectionError:
-                    text = b""
-                if not text:
-                    each.has_closed = True
-                    each.link.close()
-                    return
-                try:
-                    self._take(number, each, json.loads(text))
-                except (ValueError, TypeError) as error:
-                    what = f"{type(error).__name__}: {error}"
-                    print(f"shardwise: ignored a malformed message of process {number} ({what})", file=sys.stderr)
-
-    def _take(self, number: int, each: _Started, message: object) -> None:
-        match message:
-            case ["ready"]:
-                each.is_ready, each.told_s = True, time.monotonic()
-            case ["here", int(generation)]:
-                each.here = generation
-                members = [self._processes[other] for other in self._generation.members]
-                if all(other.here == self._generation.number for other in members):
-                    for earlier in range(self._entered.number, self._generation.number):
-                        (self._folder / str(earlier)).unlink(missing_ok=True)  # all have left it
-                    self._entered = self._generation
-                    for other in members:
-                        other.send("enter", self._generation)
-            case ["status", dict(status)]:
-                fields: Any = {**status, "rank": number}  # pyright: ignore[reportUnknownVariableType]
-                each.status, each.told_s = RankStatus(**fields), time.monotonic()
-            case ["suspects", int(generation)]:
-                each.asks_in = generation
-            case ["raised", str(what)]:
-                each.raised = what
-            case ["left", str(what)]:
-                self._lose_or_end(number, f"was ended by {what}")
-            case ["over"]:
-                self._is_over = True
-            case _:
-                raise ValueError(f"{str(message)[:80]!r}")
+    def _tell(self) -> None:
+        for each in self._processes.values():
+            each.tell(Announcement(self._newest, self._entered, each.settled))
 
     # ---- generations ----
 
-    @property
-    def _has_raised(self) -> bool:
-        return any(each.raised for each in self._processes.values())
+    def _has_ended(self, *how: str) -> bool:
+        return any(each.end in how for each in self._processes.values())
 
     @property
     def _num_alive(self) -> int:
@@ -234,11 +214,8 @@ class Launcher:
     @property
     def _ready(self) -> list[int]:
         """Spares that may become ranks."""
-        return [
-            number
-            for number, each in self._processes.items()
-            if each.is_ready and not (each.is_lost or each.has_closed or number in self._generation.members)
-        ]
+        members = self._newest.members
+        return [number for number, each in self._processes.items() if each.may_join and number not in members]
 
     @property
     def _num_startable(self) -> int:
@@ -246,57 +223,56 @@ class Launcher:
         return terms.num_ranks + terms.num_spares + terms.num_new + self._num_stuck - len(self._processes)
 
     def _lose_or_end(self, number: int, how: str) -> None:
-        if not (self._is_ending or self._processes[number].is_lost or self._lose(number, how)):
+        is_late = self._is_ending or self._has_ended("over", "raised")
+        if not (is_late or self._processes[number].is_lost or self._lose(number, how)):
             raise RankError("too few ranks are left: all have been stopped")
 
     def _lose(self, number: int, how: str) -> bool:
         """Let the others go on without a process; return False if too few are left."""
         self._processes[number].is_lost = True
-        members, ranks = self._generation.members, self._entered.members
+        members, ranks = self._newest.members, self._entered.members
         rank = f" (rank {ranks.index(number)} of {len(ranks)})" if number in ranks else ""
         cause, num_left = f"process {number}{rank} {how}", self._num_alive + self._num_startable
-        if num_left < self._terms.min_ranks and number in members:
+        if number not in members:
+            return True
+        if num_left < self._terms.min_ranks:
             are = "1 rank is" if num_left == 1 else f"{num_left} ranks are"
             print(f"shardwise: {cause}; {are} left, --min-nproc is {self._terms.min_ranks}", file=sys.stderr)
             return False
-        if number in members:
-            left = [each for each in members if each != number]
-            self._announce([*left, *self._ready[: self._terms.num_ranks - len(left)]], True, cause)
+        left = [each for each in members if each != number]
+        self._announce([*left, *self._ready[: self._terms.num_ranks - len(left)]], True, cause)
         return True
 
     def _announce(self, members: Iterable[int], is_loss: bool, cause: str) -> None:
-        before = self._generation
-        if self._entered.number < before.number > 1:  # no rank has said why that one began
+        before = self._newest
+        if self._entered is not before and before.number > 1:  # no rank has said why that one began
             cause = f"{before.cause}, {cause}"
         number = before.number + 1
-        self._generation = Generation(number, tuple(sorted(members)), number if is_loss else before.lost_in, cause)
-        self._announced_s = time.monotonic()
-        for each in self._processes.values():
-            if not each.is_lost:
-                each.send("generation", self._generation)
+        lost_in = number if is_loss else before.lost_in
+        self._newest = Generation(number, tuple(sorted(members)), lost_in, cause, begin_s=time.monotonic())
+        self._tell()
+        if is_loss:  # a link to itself, which nothing can open: all calls of the store raise, also those that wait
+            store = self._folder / str(self._entered.number)
+            link = store.with_suffix(".lost")
+            link.symlink_to(store.name)
+            link.replace(store)
 
     # ---- ranks that hang ----
 
     def _end_stuck(self) -> None:
         """End ranks that others wait for in vain.  Raises: RankError if all ranks wait for each other."""
-        now, limit_s, generation = time.monotonic(), self._terms.stuck_s, self._generation
-        if not limit_s or now - self._looked_s < _LOOK_S:
-            return
-        self._looked_s = now
-        found, late, silent = dict[int, RankStatus](), set[int](), set[int]()
-        for rank, number in enumerate(generation.members):
-            each = self._processes[number]
-            told_s = now - each.told_s
-            if not each.is_ready and told_s <= _START_S:
+        now, limit_s, newest = time.monotonic(), self._terms.stuck_s, self._newest
+        members = {number: self._processes[number] for number in newest.members}
+        found: dict[int, RankStatus] = {}
+        for rank, (number, each) in enumerate(members.items()):
+            silent_s = now - each.said_s
+            if not each.is_ready and silent_s <= _START_S:
                 return
-            if generation.lost_in == generation.number > each.here:
-                late.add(number)
-            if told_s > limit_s:
-                silent.add(number)
-            waits_for = "" if number in late | silent else each.status.waits_for
-            found[number] = replace(each.status, rank=rank, still_s=each.status.still_s + told_s, waits_for=waits_for)
-        if min([now - self._announced_s, *(each.still_s for each in found.values())]) <= limit_s:
+            found[number] = replace(each.status, rank=rank, still_s=each.status.still_s + silent_s)
+        if not limit_s or min([now - newest.begin_s, *(each.still_s for each in found.values())]) <= limit_s:
             return
+        late = {number for number, each in members.items() if newest.lost_in == newest.number > each.here}
+        silent = {number for number, each in members.items() if now - each.said_s > limit_s}
         idle = {number: each for number, each in found.items() if not each.waits_for}
         # One that waits inside of C++, as in DDP's backward, does not say so, but has begun more than the awaited one.
         behind = {number for number, each in idle.items() if not _is_ahead(each, idle.values())}
@@ -320,12 +296,5 @@ class Launcher:
 
 def _is_ahead(status: RankStatus, others: Iterable[RankStatus]) -> bool:
     """Return True if a rank has begun a collective that another one has not: it may wait for it inside of C++."""
-    return any(
-        number > other.collectives.get(group, number)
-        for other in others
-        for group, number in status.collectives.items()
-    )
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    return format_ranks([*numbers]).partition(" ")[2]
+    begun = status.collectives.items()
+    return any(number > other.collectives.get(group, number) for other in others for group, number in begun)

@@ -14,9 +14,9 @@ import mmap
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,13 @@ from shardwise.checkpoint.format import (
     Held,
     Manifest,
     PartRecord,
-    TensorRecord,
     Write,
     bytes_of,
     held_from_text,
     held_to_text,
     share_out,
     sum_of,
+    tensor_records,
 )
 from shardwise.checkpoint.state import BufferCheck, carriers_of, contents_of
 from shardwise.consistency.process_groups import (
@@ -50,31 +50,19 @@ from shardwise.layout import align
 from shardwise.observe import note
 
 _MARK = struct.Struct("<QQQQ")  # one of these; begin and size of the description; generation
-_PARTIAL, _WHOLE, _TOLD = range(3)  # not whole; whole; and on_commit has returned
+_PARTIAL, _WHOLE, TOLD, OVER = range(4)  # not whole; whole; and on_commit has returned; and the run is over
 _BEGIN = 64  # of tensors, which follow each other by the size of their dtype: all are aligned
 
 
-@dataclass(frozen=True, slots=True)
-class _CommitMark:
-    """The state after ``step`` steps, by ``num_ranks`` ranks of a generation."""
+class _CommitMark(NamedTuple):
+    """The state after ``step`` steps, by ``num_ranks`` ranks of a generation.
 
-    step: int
-    generation: int
-    num_ranks: int
-
-
-@dataclass(frozen=True, slots=True)
-class SavedStep:
-    """What a state in memory says of its step.
-
-    Attributes:
-        step: the number of steps.  results: what the last of them returned on each rank, as it was written.
-        is_told: on_commit has returned for it on all.
+    A host that was away may have later steps of an earlier generation, which the others have given up.
     """
 
+    generation: int
     step: int
-    results: Sequence[str]
-    is_told: bool
+    num_ranks: int
 
 
 @dataclass(slots=True)
@@ -114,16 +102,10 @@ class _MemoryFile:
         return self.mapping
 
     def describe(self) -> list[Any] | None:
-        """Return the description, None if the file is not whole."""
-        if not self.num_bytes:
-            return None
-        how, begin, length, _ = _MARK.unpack(os.pread(self.fd, _MARK.size, 0))
-        return None if how == _PARTIAL else [*json.loads(os.pread(self.fd, length, begin)), how == _TOLD]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the file."""
-        return os.fstat(self.fd).st_size
+        """Return the description, the bytes of tensors, and whether on_commit has returned; None if the file is not whole."""
+        mark = os.pread(self.fd, _MARK.size, 0)
+        how, begin, length, _ = _MARK.unpack(mark or bytes(_MARK.size))
+        return None if how == _PARTIAL else [*json.loads(os.pread(self.fd, length, begin)), begin, how >= TOLD]
 
     def read(self) -> torch.Tensor:
         """Return the memory."""
@@ -132,7 +114,7 @@ class _MemoryFile:
 
 _Places: TypeAlias = list[tuple[Write, int, int]]  # what a rank writes, and where it begins and ends in its file
 # By the rank that describes the files of a host: where there a part is, its values and ties, what the step returned, what the
-# rank held, and whether on_commit has returned.
+# rank held, the part's bytes, and whether on_commit has returned.
 _Holders: TypeAlias = dict[int, list[Any]]
 
 
@@ -149,13 +131,12 @@ class StateMemory:
         self._sets = [[_MemoryFile(fd) for fd in each] for each in (fds[:most], fds[most:])]
         self._newest = 1  # the set that the next write must leave alone
         self._number, self.group, self._rank = generation.number, group, group.rank()
-        hosts = generation.hosts or (0,) * group.size()
-        by_host = [[rank for rank, each in enumerate(hosts) if each == host] for host in dict.fromkeys(hosts)]
-        self._num_hosts = len(by_host)
-        here = next(each for each in by_host if self._rank in each)
+        hosts = generation.hosts or ("",) * group.size()
+        by_host = {host: [rank for rank, each in enumerate(hosts) if each == host] for host in hosts}
+        self._num_hosts, here, ring = len(by_host), by_host[hosts[self._rank]], [*by_host.values()]
         self._first = here[0]
         self._partners: dict[int, int] = {}  # by rank: on the next host, with a copy of its part
-        for each, others in zip(by_host, by_host[1:] + by_host[:1], strict=True):
+        for each, others in zip(ring, ring[1:] + ring[:1], strict=True):
             self._partners |= {rank: others[number % len(others)] for number, rank in enumerate(each)}
         self._kept = sorted({*here, *(rank for rank, partner in self._partners.items() if partner in here)})
         if len(self._kept) > most:
@@ -166,12 +147,13 @@ class StateMemory:
         self._own: Sequence[_MemoryFile] = ()  # of the newest set, where this rank notes that on_commit has returned
         self._held: dict[str, Held] = {}
         self._windows, self._places, self._text = Windows(), _Places(), ""  # of this rank's file, and ``held`` as text
-        self.lost_step = 0  # after a load: the newest that a file has, if no set is complete
+        # After a load: the newest step that a file has, if no set is complete; whether on_commit has returned on all.
+        self.lost_step, self.is_told = 0, False
 
     @property
     def num_bytes(self) -> int:
         """Bytes of both sets on this host."""
-        return sum(file.num_bytes for each in self._sets for file in each)
+        return sum(os.fstat(file.fd).st_size for each in self._sets for file in each)
 
     def commit(self, state: Mapping[str, Any], step: int, newest: int, result: str) -> bool:
         """Write the state after a step.  Return True if a rank knows of a newer generation (``newest``): all return the same.
@@ -195,20 +177,19 @@ class StateMemory:
             self._held, self._text = contents.held, held_to_text(contents.held.values())
             held = map(held_from_text, gather_objects(self._text, self.group))
             self._places = _places_of(share_out([*held]), self._rank)
-        self._write(_CommitMark(step, self._number, self.group.size()), contents, result)
+        self._write(_CommitMark(self._number, step, self.group.size()), contents, result)
         return newest > self._number
 
     def _write(self, moment: _CommitMark, contents: Contents, result: str) -> None:
-        is_first = self._rank == self._first
-        if is_first and self._num_hosts > 1:
-            _note_told(self._sets[self._newest])  # on_commit has returned on all: also in copies of other hosts
         self._newest = 1 - self._newest
         files = self._sets[self._newest]
-        for file in files[len(self._kept) :] if is_first else ():  # of ranks that are lost, or now on other hosts
-            os.ftruncate(file.fd, 0)
+        if self._rank == self._first:
+            _mark(self._sets[1 - self._newest], TOLD)  # on_commit has returned on all: also in copies of other hosts
+            for file in files[len(self._kept) :]:  # of ranks that are lost, or now on other hosts
+                os.ftruncate(file.fd, 0)
         by_rank = dict(zip(self._kept, files, strict=False))
         self._own = [by_rank[self._rank]]
-        head = json.dumps([*astuple(moment), self._rank, contents.values, contents.ties, result])
+        head = json.dumps([*moment, self._rank, contents.values, contents.ties, result])
         part = by_rank[self._rank].write(moment, f"{head[:-1]},{self._text}]".encode(), self._places, contents)
         if self._num_hosts > 1:
             sizes = gather_objects(len(part), self.group)
@@ -220,13 +201,14 @@ class StateMemory:
                 if len(copy):
                     by_rank[other].put(copy)
 
-    def note_told(self) -> None:
-        """Note that on_commit has returned for the newest step on this rank."""
-        _note_told(self._own)
+    def note(self, how: int) -> None:
+        """Note on this rank that the newest step is :data:`TOLD`, or :data:`OVER`."""
+        _mark(self._own, how)
 
-    def load(self, state: Mapping[str, Any]) -> SavedStep | None:
+    def load(self, state: Mapping[str, Any]) -> tuple[int, str] | None:
         """Put the newest state that is complete on all hosts together into ``state``, of any sharding; None if there is none.
 
+        Return its step, and what that returned on the rank of this number.
         Collective; no rank may write meanwhile.  Raises: ConfigError if ``state`` has other tensors than were saved.
         """
         found = self._find()
@@ -235,13 +217,8 @@ class StateMemory:
         moment, holders = found
         described = [next(iter(each.values())) for each in holders]
         writes = share_out([held_from_text(json.dumps(each[4])) for each in described])
-        places = [_places_of(writes, rank) for rank in range(moment.num_ranks)]
-        tensors: dict[str, tuple[Write, list[PartRecord]]] = {}
-        for rank, own in enumerate(places):
-            for write, begin, end in own:
-                part = PartRecord(rank, write.key, write.window, begin, end)
-                tensors.setdefault(write.name, (write, []))[1].append(part)
-        records = {name: TensorRecord(w.dtype, w.shape, tuple(parts)) for name, (w, parts) in tensors.items()}
+        placed = [each for rank in range(moment.num_ranks) for each in _places_of(writes, rank)]
+        records = tensor_records((write, write.rank, begin) for write, begin, _ in placed)
         ties = {name: other for each in described for name, other in each[2].items()}
         values: list[Mapping[str, Any]] = [each[1] for each in described]
         order = LoadRequests(Manifest("0" * 32, moment.step, moment.num_ranks, (), records, ties, merged(values)))
@@ -253,11 +230,11 @@ class StateMemory:
                 f"elastic: build() made a state that differs from the one before a rank was lost: {', '.join(odd[:4])}. It "
                 "must make the same model and optimizer at every call, at any number of ranks"
             )
-        self._fill(order.requests, holders, places)
+        self._fill(order.requests, holders)
         for apply in applies:
             apply()
-        is_told = all(any(each[-1] for each in part.values()) for part in holders)
-        return SavedStep(moment.step, [str(each[3]) for each in described], is_told)
+        self.is_told = all(any(each[-1] for each in part.values()) for part in holders)
+        return moment.step, described[self._rank % moment.num_ranks][3]
 
     def _find(self) -> tuple[_CommitMark, list[_Holders]] | None:
         """Return the newest set that is complete, and who has each of its parts."""
@@ -271,32 +248,27 @@ class StateMemory:
                         parts = found.setdefault((_CommitMark(*each[:3]), number), {})
                         parts.setdefault(each[3], {})[holder] = [place, *each[4:]]
         whole = [key for key, parts in found.items() if len(parts) == key[0].num_ranks]
-        self.lost_step = 0 if whole else max((key[0].step for key in found), default=0)
         if not whole:
+            self.lost_step = max((moment.step for moment, _ in found), default=0)
             return None
-        # A host that was away may have later steps of an earlier generation, which the others have given up.
-        moment, self._newest = newest = max(whole, key=lambda each: (each[0].generation, each[0].step))
+        moment, self._newest = newest = max(whole)
         if self._num_hosts == 1:  # fewer than have written it
             self._own = self._sets[self._newest][self._rank :: self.group.size()]
         return moment, [found[newest][rank] for rank in range(moment.num_ranks)]
 
-    def _fill(self, requests: Sequence[Request], holders: Sequence[_Holders], places: Sequence[_Places]) -> None:
+    def _fill(self, requests: Sequence[Request], holders: Sequence[_Holders]) -> None:
         """Fill the targets of ``requests``; what a host lacks is broadcast."""
         wanted: list[list[tuple[Request, PartRecord]]] = [[] for _ in holders]
         for request in requests:
             for part in request.record.parts:
                 wanted[part.file].append((request, part))
         files = self._sets[self._newest]
-        for found, pairs, own in zip(holders, wanted, places, strict=True):
-            if len(found) == self._num_hosts:
-                memory = files[found[self._first][0]].read()
-            else:
-                source, (place, *_) = next(iter(found.items()))
-                num_bytes = own[-1][2] if own else 0
-                if self._rank == source:
-                    memory = files[place].read()[:num_bytes]
-                else:
-                    memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        for found, pairs in zip(holders, wanted, strict=True):
+            source, (*_, num_bytes, _) = next(iter(found.items()))
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+            if self._rank == source or len(found) == self._num_hosts:
+                memory = files[found[self._first][0]].read()[:num_bytes]
+            if len(found) < self._num_hosts:
                 broadcast(memory, source, self.group)
             for request, part in pairs:
                 common = part.window.meet(request.window) if part.window.sizes else part.window
@@ -311,16 +283,17 @@ def _places_of(writes: Sequence[Write], rank: int) -> _Places:
     return [(write, *each) for write, each in zip(own, ends, strict=True)]
 
 
-def _note_told(files: Sequence[_MemoryFile]) -> None:
+def _mark(files: Sequence[_MemoryFile], how: int) -> None:
     for file in files:
-        if file.num_bytes:
-            os.pwrite(file.fd, _TOLD.to_bytes(8, "little"), 0)
+        if any(os.pread(file.fd, 8, 0)):  # it is whole
+            os.pwrite(file.fd, how.to_bytes(8, "little"), 0)
 
 
-def newest_generation(fds: Sequence[int]) -> int:
-    """Return the newest generation that has written into one of these files."""
-    marks = [os.pread(fd, _MARK.size, 0) for fd in fds]
-    return max((_MARK.unpack(mark)[-1] for mark in marks if mark), default=0)
+def look(fds: Sequence[int]) -> tuple[int, bool]:
+    """Return the newest generation that has written into one of these files, and whether it has noted that the run is over."""
+    marks = [_MARK.unpack(mark) for fd in fds if (mark := os.pread(fd, _MARK.size, 0))]
+    number, how = max(((mark[-1], mark[0]) for mark in marks), default=(0, _PARTIAL))
+    return number, how == OVER
 
 
 def copied_bytes(model: nn.Module, state_bytes: float) -> int:

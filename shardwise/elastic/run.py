@@ -15,11 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
 from shardwise.arguments import explains_arguments
@@ -28,14 +29,13 @@ from shardwise.checkpoint.load import load
 from shardwise.checkpoint.save import finish_all
 from shardwise.consistency.process_groups import all_have_come, group_of
 from shardwise.elastic.membership import BUILD_S, VARIABLE, Generation, set_timeouts
-from shardwise.elastic.memory import StateMemory
+from shardwise.elastic.memory import OVER, TOLD, StateMemory
 from shardwise.elastic.process import Process
 from shardwise.elastic.torchrun import RestartedRanks
 from shardwise.errors import ConfigError, StateError
+from shardwise.formatting import format_ranks
 from shardwise.observe import note
 from shardwise.torch_private import is_gloo
-
-Membership: TypeAlias = Process | RestartedRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class ElasticRun:
         self._kept: list[dist.ProcessGroup] = []  # those of ranks before a loss whose models the program keeps
         self._untold: list[Any] = []  # what on_commit is to get, if it is to be called
         self._is_last = False
-        self._num_waiting = 0
+        self._num_waiting = self._num_kept = 0
         self.state: Any = None
         self.number = 0
         self.recoveries: list[Recovery] = []
@@ -86,24 +86,27 @@ class ElasticRun:
 
     def run(self) -> None:
         """Make all steps."""
-        has_next = is_over = False
-        while not is_over:
+        has_next = True
+        while has_next or not self._is_done:
             try:
-                is_over, has_next = self._go_on()
+                has_next = self._go_on()
             except BaseException as error:
-                if not self._membership.is_lost(error):
-                    self._membership.raised(error)
+                if not self._membership.outlives(error):
                     raise
                 has_next = True
             if has_next:  # not while the exception holds frames, and they hold models
                 self._leave()
         self._membership.finish()
 
-    def _go_on(self) -> tuple[bool, bool]:
-        """Make a step, or what is to be made before; return whether the run is over, and if the next generation waits."""
+    @property
+    def _is_done(self) -> bool:
+        return self._is_last or self.number >= self._terms.num_steps
+
+    def _go_on(self) -> bool:
+        """Make a step, or what is to be made before or after it; return whether the next generation waits."""
         has_next = False
-        memory = self._begin() if self._memory is None else self._memory
-        if self.number < self._terms.num_steps and not (self._is_last or self._untold):
+        memory = self._memory or self._begin()
+        if not (self._is_done or self._untold):
             state = self.state
             result = self._step(self, **state) if isinstance(state, Mapping) else self._step(self, *state)
             newest = self._membership.newest.number
@@ -114,14 +117,14 @@ class ElasticRun:
             if self._terms.on_commit is not None:
                 all_have_come(memory.group)  # all have written the step, so that it stays
                 self._terms.on_commit(self, self._untold[0])
-            memory.note_told()
+            memory.note(TOLD)
             self._untold = []
-        is_over = self.number >= self._terms.num_steps or self._is_last
-        if is_over and not has_next:
+        if self._is_done and not has_next:
             if self._terms.after is not None:
                 self._terms.after(self)
             all_have_come(memory.group)
-        return is_over and not has_next, has_next
+            memory.note(OVER)
+        return has_next
 
     def _packed(self, result: Any) -> str:
         found = result if self._terms.on_commit is not None else None
@@ -147,6 +150,7 @@ class ElasticRun:
         self._untold = []
         finish_all()  # no save of a lost group is in flight, which would remove the next one's folder
         gc.collect()  # modules and their hooks refer to each other, and to groups
+        self._num_kept = sum(type(each) is DTensor for each in gc.get_objects())
         self._earlier.update(found)
         if len(found):
             # DDP's reducer ends its group while it holds the GIL, which a thread of the group may need to end.
@@ -167,23 +171,27 @@ class ElasticRun:
         set_timeouts(membership.timeout_s)
         named = _named(self.state)
         if again := [name for name, value in named.items() if id(value) in map(id, self._earlier)]:
-            raise StateError(f"elastic: build() returned {again} of an earlier call: {_BELONGS}")
+            raise StateError(f"elastic: build() returned {again} of an earlier call: it belongs to {_BEFORE}")
         moments.append(time.monotonic())
         self._memory = memory = StateMemory(membership.fds, generation, group)
         saved = memory.load(named)
         if saved is not None:
-            self.number = saved.step
-            self._is_last, result = pickle.loads(base64.b64decode(saved.results[world.rank() % len(saved.results)]))
-            self._untold = [] if saved.is_told else [result]
+            self.number, text = saved
+            self._is_last, result = pickle.loads(base64.b64decode(text))
+            self._untold = [] if memory.is_told else [result]
         else:
             self.number, self._is_last = 0, False
             if self._terms.folder is not None and list_checkpoints(Files(), self._terms.folder):
                 self.number = load(self._terms.folder, named, fallback=True).step
-            self._note_loss(memory.lost_step)
+            lost = f"elastic: the state after step {memory.lost_step} is lost with the hosts that had both copies of a part"
+            if memory.lost_step and not self.number:
+                raise StateError(f"{lost}: give elastic() the folder= of checkpoints, and start again")
+            if memory.lost_step and not world.rank():
+                say(f"{lost}; going on from the checkpoint after step {self.number}")
             memory.commit(named, self.number, generation.number, self._packed(None))
-            memory.note_told()
+            memory.note(TOLD)
         if generation.number > 1:
-            parts = [after - before for before, after in pairwise([generation.seen_s, *moments, time.monotonic()])]
+            parts = [after - before for before, after in pairwise([generation.begin_s, *moments, time.monotonic()])]
             seconds: dict[str, float] = dict(zip(("detection", "groups", "build", "shards"), parts, strict=True))
             self.recoveries.append(Recovery(self.number, world.size(), generation.cause, seconds))
         if not world.rank():
@@ -195,43 +203,30 @@ class ElasticRun:
         if generation.number > 1:
             after = f"after step {self.number}" if self.number else "from the beginning"
             go_on = "1 rank goes on" if num_ranks == 1 else f"{num_ranks} ranks go on"
-            numbers = ", ".join(map(str, used[:num_ranks]))
-            say(f"{generation.cause}; {go_on} {after}: process{'es' * (num_ranks > 1)} {numbers}")
+            say(f"{generation.cause}; {go_on} {after}: {format_ranks(used[:num_ranks], 'process', 'processes')}")
+        if self._num_kept:
+            kept = f"{self._num_kept} shards are kept outside of what build() returned, as by an average of weights"
+            say(f"{kept}: they belong to {_BEFORE}")
         if self._untold and self._terms.on_commit is not None:
             say(f"on_commit of step {self.number} was cut, and is made again")
         before, self._num_waiting = self._num_waiting, len(used) - num_ranks
         if self._num_waiting not in (0, before):
-            say(
-                f"{self._num_waiting} of {len(used)} processes wait: num_microbatches is divisible by {num_ranks}, not by more"
-            )
-
-    def _note_loss(self, lost_step: int) -> None:
-        lost = f"elastic: the state after step {lost_step} is lost with the hosts that had both copies of a part of it"
-        if lost_step and not self.number:
-            raise StateError(f"{lost}: give elastic() the folder= of checkpoints, and start again")
-        if lost_step and not dist.get_rank():
-            say(f"{lost}; going on from the checkpoint after step {self.number}")
+            waiting = f"{self._num_waiting} of {len(used)} processes wait"
+            say(f"{waiting}: num_microbatches is divisible by {num_ranks}, not by more")
 
 
-_BELONGS = (
-    "it belongs to the ranks before the loss. Make everything that outlives a rank in build(), and use what step() gets"
-)
+_BEFORE = "the ranks before the loss. Make all that outlives a rank in build(), and use what step() gets"
 
 
 def _refuse(of_earlier: object, *_: Any) -> None:
-    what = "model" if isinstance(of_earlier, nn.Module) else "optimizer"
-    raise StateError(f"elastic: this {what} is of an earlier call of build(): {_BELONGS}")
+    what = "model" if isinstance(of_earlier, nn.Module) else "optimizer, or what a scheduler or scaler steers,"
+    raise StateError(f"elastic: this {what} is of an earlier call of build(): it belongs to {_BEFORE}")
 
 
 class _Earlier(list[dict[str, Any]]):
     """The parameter groups of an optimizer of earlier ranks: whatever steps it, or steers it, reads them."""
 
-    def _refuse(self, *_: Any) -> Any:
-        raise StateError(
-            f"elastic: this optimizer, or what a scheduler or scaler steers, is of an earlier call of build(): {_BELONGS}"
-        )
-
-    __iter__ = __getitem__ = __len__ = _refuse
+    __iter__ = __getitem__ = __len__ = cast(Any, _refuse)
 
 
 def say(text: str) -> None:
@@ -239,7 +234,7 @@ def say(text: str) -> None:
     print(f"shardwise: {text}", file=sys.stderr, flush=True)
 
 
-def _open_membership() -> Membership:
+def _open_membership() -> Process | RestartedRanks:
     told = os.environ.get(VARIABLE)
     if told is None:
         if not RestartedRanks.are_here():

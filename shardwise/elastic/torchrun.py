@@ -24,7 +24,7 @@ from shardwise.consistency.process_groups import check_peers, gather_objects, gr
 from shardwise.consistency.store import wait_until
 from shardwise.elastic.keeper import Keeper
 from shardwise.elastic.membership import Generation, backend
-from shardwise.elastic.memory import newest_generation
+from shardwise.elastic.memory import look
 from shardwise.errors import ConfigError, StateError, TransportError
 from shardwise.loop.launch import end_with_parent
 from shardwise.one_host import read_proc
@@ -43,7 +43,6 @@ class RestartedRanks:
     def __init__(self) -> None:
         self.timeout_s = default_pg_timeout.total_seconds()
         self._begin_s = time.monotonic()
-        self._store: dist.Store | None = None  # where ranks that wait see that the run is over
         self._is_torchrun = _RESTARTS in os.environ
         self._has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if self._is_torchrun:
@@ -64,7 +63,7 @@ class RestartedRanks:
                 "needs Linux, and /proc; see whether it runs with: ps -ef | grep keeper.py"
             ) from error
         self.fds = self._keeper.fds
-        self.newest = Generation(newest_generation(self.fds), (), 0, "")
+        self.newest = Generation(look(self.fds)[0], (), 0, "")
 
     @staticmethod
     def are_here() -> bool:
@@ -87,10 +86,9 @@ class RestartedRanks:
             )
         group = world if is_gloo(world) else group_of(range(size), "gloo")
         found = gather_objects([f"{host_id()}{self._keeper.name}", self.newest.number], group)
-        names = [name for name, _ in found]
-        hosts, number = tuple(names.index(name) for name in names), 1 + max(each for _, each in found)
-        cause = "all ranks were started again"
-        self.newest = Generation(number, tuple(range(num_started)), number, cause, hosts, self._begin_s)
+        hosts, number = tuple(name for name, _ in found), 1 + max(each for _, each in found)
+        members, cause = tuple(range(num_started)), "all ranks were started again"
+        self.newest = Generation(number, members, number, cause, hosts, self._begin_s)
         return self.newest
 
     def _make_group(self, num_used: Callable[[int], int]) -> int:
@@ -106,10 +104,11 @@ class RestartedRanks:
         size, before = num_used(world), own_sockets()
         # One agent keeps its store from start to start, with all keys; several count starts separately.
         start = os.environ["TORCHELASTIC_RESTART_COUNT"] if self._has_agent_store else ""
-        self._store = store = dist.PrefixStore(f"shardwise/elastic/{start}", found)
+        store = dist.PrefixStore(f"shardwise/elastic/{start}", found)
         if rank >= size:
-            with suppress(dist.DistError):  # the store has ended with the first rank
-                wait_until(lambda: store.check(["over"]), pauses_s=(0.5, 0.5))
+            # The store ends with the first rank, or all are on this host.  What it has, any user may have written.
+            with suppress(dist.DistError):
+                wait_until(lambda: store.num_keys() and look(self.fds)[1], pauses_s=(0.5, 0.5))
             raise SystemExit(0)
         dist.init_process_group(backend(), store=store, rank=rank, world_size=size, timeout=limit)
         check_peers(before)
@@ -118,19 +117,14 @@ class RestartedRanks:
     def leave(self) -> None:
         """Do nothing: there is no next generation in this process."""
 
-    def raised(self, error: BaseException) -> None:
-        """Do nothing: the launcher sees it."""
-
-    def is_lost(self, error: BaseException) -> bool:
+    def outlives(self, error: BaseException) -> bool:
         """Return False: the launcher ends this process if a rank is lost.  It is given the time to do so."""
         if isinstance(error, RuntimeError | OSError):
             time.sleep(_PATIENCE_S)
         return False
 
     def finish(self) -> None:
-        """Let the ranks that wait end, and the keeper if its launcher does not end with this job."""
-        if self._store is not None and not dist.get_rank():  # which may have the store
-            self._store.set("over", "")
+        """End the keeper if its launcher does not end with this job."""
         if not self._is_torchrun:
             self._keeper.finish()
 
@@ -140,15 +134,11 @@ def _agent() -> int:
 
     torchrun starts a session for each rank, which a script that starts the rank shares with it.
     """
-    pid, program = os.getpid(), ""
-    while pid and os.getsid(pid) == os.getsid(0):
-        fields = read_proc(f"{pid}/stat").rpartition(")")[2].split()
-        pid = int(fields[1]) if fields else 0
-    with suppress(OSError):
-        program = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
-    if not program.startswith("python"):  # init, which takes processes whose parent has ended
-        raise StateError("elastic: the agent of torchrun that has started this process is gone: its ranks end, too")
-    return pid
+    fields = read_proc(f"{os.getsid(0)}/stat").rpartition(")")[2].split()
+    with suppress(OSError):  # else it is init, which takes processes whose parent has ended
+        if fields and os.path.basename(os.readlink(f"/proc/{fields[1]}/exe")).startswith("python"):
+            return int(fields[1])
+    raise StateError("elastic: the agent of torchrun that has started this process is gone: its ranks end, too")
 
 
 def _ray_job() -> str:

@@ -6,6 +6,7 @@ Sums of gradients are exact in it, so that its parameters are the same to the bi
 
 from __future__ import annotations
 
+import copy
 import faulthandler
 import json
 import os
@@ -206,6 +207,7 @@ def train(settings: dict[str, Any]) -> None:
         if mistake == "group":
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         note(settings, f"started-{process}")
+        note(settings, f"store-{os.environ['MASTER_PORT']}")
         folder = settings.get("checkpoints")
 
         def step(run: ElasticRun, **state: Any) -> object:
@@ -231,7 +233,9 @@ def train(settings: dict[str, Any]) -> None:
             if mistake == "old scheduler" and run.recoveries:
                 old[1].step()
             if mistake is not None and not old:
-                old.extend([state["model"], state["scheduler"]])
+                old.extend(
+                    [state["model"], state["scheduler"]] if mistake != "average" else [copy.deepcopy(state["model"])]
+                )
             if run.number >= 1 and settings.get("slow_ms"):
                 time.sleep(settings["slow_ms"] / 1000)
             rank, size = dist.get_rank(), dist.get_world_size()

@@ -5,25 +5,30 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import pickle
 import signal
 import socket
+import threading
+import time
+from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import elastic_program, elastic_same_bits
-from helpers.commands import COMMAND, Ended
-from helpers.forked_commands import run_forked
+from helpers.commands import COMMAND, Ended, children
+from helpers.forked_commands import run_forked, start_forked
+from helpers.other_users import run_as_nobody, second_user
 from helpers.snippets import ROOT, read
 
 import shardwise
 from shardwise import ConfigError, StateError
 from shardwise.checkpoint.files import Files, list_checkpoints, verify
 from shardwise.cli.main import main
-from shardwise.elastic import launcher, process
+from shardwise.elastic import launcher
+from shardwise.elastic.membership import MOST_BYTES
 from shardwise.elastic.memory import copied_bytes
 
 RUN = [*COMMAND[: COMMAND.index("train")], "run", "--elastic"]
@@ -69,6 +74,7 @@ def test_survivors_make_the_step_again_wherever_a_rank_was_killed(
     )
     cause = "shardwise: process 0 (rank 0 of 4) was ended by SIGKILL"
     assert f"{cause}; 3 ranks go on after step 3: processes 1, 2, 3" in ended.err
+    assert "kept outside" not in ended.err
 
 
 @pytest.mark.parametrize(
@@ -177,7 +183,8 @@ def test_a_rank_that_nothing_can_interrupt_is_ended_and_replaced(tmp_path: Path)
     "kills", [[], pytest.param([[2, 500, 3]], marks=pytest.mark.exhaustive)], ids=["alone", "after a loss"]
 )
 def test_a_rank_that_hangs_is_ended_and_the_others_go_on(how: str, kills: list[Any], tmp_path: Path) -> None:
-    ended = elastic(tmp_path, "-n", "3", "--hang-after", "4", hangs=[1, 3, how], kills=kills)
+    slow_ms = 400 * len(kills)  # so that the run has not ended before another process joins
+    ended = elastic(tmp_path, "-n", "3", "--hang-after", "4", hangs=[1, 3, how], kills=kills, slow_ms=slow_ms)
     more = assert_undisturbed(tmp_path, ended)
     assert more["worlds"][-1] == 2, "one that hangs after a loss is replaced"
     after = "after a loss" if kills else "while others waited"
@@ -246,13 +253,14 @@ def test_an_exception_ends_the_run_also_if_another_rank_is_lost_then(tmp_path: P
 def test_once_a_process_has_raised_none_is_replaced_and_no_rank_is_interrupted(tmp_path: Path) -> None:
     deciding = launcher.Launcher(launcher.ElasticTerms(3, num_new=3), tmp_path)
     told = [json.loads(str(deciding.prepare(each)[0]["SHARDWISE_ELASTIC"])) for each in range(3)]
-    links = [socket.socket(fileno=os.dup(each["link"])) for each in told]
-    for each, link in enumerate(links):
+    links = [socket.socket(fileno=os.dup(each["fds"][0])) for each in told]
+    for each in range(3):
         deciding.started(each, os.getpid())
-        assert json.loads(link.recv(process.MOST_BYTES))[0] == "generation"
+    deciding.pause(False)
+    assert pickle.loads(links[0].recv(MOST_BYTES)).newest.members == (0, 1, 2)
     assert deciding.outlives(1, -signal.SIGKILL)
-    assert json.loads(links[0].recv(process.MOST_BYTES))[1]["members"] == [0, 2]
-    links[0].send(b'["raised", "ValueError"]')
+    assert pickle.loads(links[0].recv(MOST_BYTES)).newest.members == (0, 2)
+    links[0].send(b'[1, 0, "raised", {"rank": 0}]')
     deciding.pause(False)
     assert deciding.more() == 0
     assert deciding.outlives(2, -signal.SIGKILL), "the run ends by the exception, and not by this"
@@ -316,11 +324,60 @@ def test_ranks_that_wait_for_a_late_one_are_interrupted_before_it_comes(kind: st
     assert assert_undisturbed(tmp_path, ended)["worlds"][-1] == 2, "0 and 1 were killed, and nobody else"
 
 
+# What it could write if ranks met at the store that ``dist.init_process_group()`` would use, and what it could read.
+STRANGER = """
+import os, socket, struct, sys
+port, *pids = map(int, sys.argv[1:])
+store, got = socket.create_connection(("127.0.0.1", port), 10), []
+store.sendall(struct.pack("<BI", 0, 0x3C85F7CE))  # torch's greeting
+drop = b'{"number": 2, "members": [0], "lost_in": 2, "cause": "a stranger"}'
+words = {"over": b"1", "generation/2": drop, "generation/3": b"{not json", "formed/2": b"1", "here": b"9"}
+for start in ("", "elastic/", "shardwise/elastic/", "shardwise/elastic/0/"):
+    for end, value in words.items():
+        key = f"/{start}{end}".encode()
+        store.sendall(b"\\x01" + struct.pack("<Q", len(key)) + key + struct.pack("<Q", len(value)) + value)
+for pid in pids:
+    for name in ("environ", "mem", "maps", "fd/3", "fd/4"):
+        try:
+            got.append((name, open(f"/proc/{pid}/{name}", "rb").read(1)))
+        except OSError:
+            pass
+print(got)
+"""
+
+
+@second_user
+def test_another_user_takes_no_part_whatever_it_writes_into_the_store(tmp_path: Path) -> None:
+    settings = {"out": str(tmp_path / "out"), "log": str(tmp_path), "slow_ms": 500}
+    words = [*RUN, "-n", "2", elastic_program.__file__, json.dumps(settings)]
+    with start_forked(words, {"TMPDIR": str(tmp_path)}) as command:
+        deadline = time.monotonic() + 60
+        while not (ports := [each.name.partition("-")[2] for each in tmp_path.glob("store-*")]):
+            assert time.monotonic() < deadline, command.errors()
+            time.sleep(0.02)
+        pids = [command.pid, *children(command.pid)]
+        assert run_as_nobody(STRANGER, ports[0], *map(str, pids)).stdout == "[]\n"
+        store = dist.TCPStore("127.0.0.1", int(ports[0]), None, False, timedelta(seconds=10))
+        assert store.check(["over", "shardwise/elastic/0/generation/2"]), "it could write"
+        out, err = command.communicate(timeout=120)
+        assert command.returncode is not None
+    more = assert_undisturbed(tmp_path, Ended(command.returncode, out, err))
+    assert more["recoveries"] == []
+    assert set(more["worlds"]) == {2}
+    assert "stranger" not in err
+
+
 def test_a_malformed_message_is_named_and_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     deciding = launcher.Launcher(launcher.ElasticTerms(1), tmp_path)
     told = json.loads(str(deciding.prepare(0)[0]["SHARDWISE_ELASTIC"]))
-    with socket.socket(fileno=os.dup(told["link"])) as link:
-        for text in (b"{not json", b"5", b'["generation", {}]', b'["here"]', b'["ready"]'):
+    with socket.socket(fileno=os.dup(told["fds"][0])) as link:
+        for text in (
+            b"{not json",
+            b"5",
+            b'[1, 0, "", {"odd": 1}]',
+            b'["x", 0, "", {"rank": 0}]',
+            b'[0, 0, "", {"rank": 0}]',
+        ):
             link.send(text)
             deciding.pause(False)
     deciding.started(0, os.getpid())
@@ -361,6 +418,15 @@ def test_a_program_that_cannot_go_on_is_told_why(mistake: str, expected: str, tm
     assert expected in ended.err
 
 
+def test_shards_of_earlier_ranks_that_the_program_keeps_are_told(tmp_path: Path) -> None:
+    ended = elastic(tmp_path, "-n", "3", mistake="average", kills=[[0, "forward", 2]])
+    assert_undisturbed(tmp_path, ended)
+    expected = (
+        "shardwise: 6 shards are kept outside of what build() returned, as by an average of weights: they belong to"
+    )
+    assert ended.err.count(expected) == 1
+
+
 def test_values_that_differ_between_ranks_end_all_ranks(tmp_path: Path) -> None:
     ended = elastic(tmp_path, "-n", "2", differs=2)
     assert ended.code == 1
@@ -373,13 +439,20 @@ def test_fewer_ranks_than_the_user_allows_end_the_run(tmp_path: Path) -> None:
     assert "shardwise: process 1 (rank 1 of 3) was ended by SIGKILL; 2 ranks are left, --min-nproc is 3" in ended.err
 
 
-def test_keys_of_a_generation_can_be_deleted() -> None:
-    following: Any = SimpleNamespace(refuse=lambda number: None)
-    inner = process._GenerationStore(dist.HashStore(), following, 1)  # pyright: ignore[reportPrivateUsage]
-    store = dist.PrefixStore("1", inner)
-    store.set("key", "")
-    assert store.delete_key("key")
-    assert not store.check(["key"])
+def test_a_loss_ends_the_store_of_its_generation_for_a_call_that_waits_too(tmp_path: Path) -> None:
+    deciding = launcher.Launcher(launcher.ElasticTerms(2), tmp_path)
+    told = [json.loads(str(deciding.prepare(each)[0]["SHARDWISE_ELASTIC"])) for each in range(2)]
+    for each in told:
+        with socket.socket(fileno=os.dup(each["fds"][0])) as link:
+            link.send(b'[1, 0, "", {"rank": 0}]')
+            deciding.pause(False)  # both have come to the first generation
+    store = dist.FileStore(str(tmp_path / "1"), -1)
+    threading.Timer(0.5, deciding.outlives, (1, -signal.SIGKILL)).start()
+    with pytest.raises(RuntimeError, match="symbolic links"):
+        store.get("what the lost rank would have set")
+    for number in range(2):
+        deciding.started(number, os.getpid())
+    deciding.close()
 
 
 def test_a_program_that_this_launcher_has_not_started_is_told_how_to(monkeypatch: pytest.MonkeyPatch) -> None:
