@@ -25,7 +25,7 @@ os.environ.setdefault(
 def pool() -> Iterator["SessionPool"]:  # noqa: F821, UP037
     from helpers.jobs import SessionPool
 
-    with SessionPool(int(os.environ.get("SHARDWISE_MOST_RANKS", "4"))) as workers:
+    with SessionPool(4) as workers:
         yield workers
 
 

@@ -92,16 +92,24 @@ def assert_same(model: nn.Module, reference: nn.Module, tolerance: dict[str, flo
                 )
 
 
+def assert_gradients(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
+    """Compare gradients: what one model has none of, the other has none of."""
+    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None), f"gradient of {name}: {param.grad}, {other.grad}"
+        if param.grad is not None and other.grad is not None:
+            pair = comparable(param.grad, other.grad)
+            torch.testing.assert_close(*pair, **tolerance, msg=lambda text, name=name: f"gradient of {name}: {text}")
+
+
 def assert_averaged(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
     """Compare gradients with the mean over ranks of a plain reference's, which it leaves as they are."""
-    pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert (param.grad is None) == (other.grad is None), name
-        if param.grad is not None and other.grad is not None:
-            pairs.append((name, param.grad, other.grad.clone()))
-    average([mean for _, _, mean in pairs])
-    for name, mine, mean in pairs:
-        torch.testing.assert_close(*comparable(mine, mean), **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+    kept = [param.grad for param in reference.parameters()]
+    for param, gradient in zip(reference.parameters(), kept, strict=True):
+        param.grad = None if gradient is None else gradient.clone()
+    average_gradients(reference)
+    assert_gradients(model, reference, **tolerance)
+    for param, gradient in zip(reference.parameters(), kept, strict=True):
+        param.grad = gradient
 
 
 def assert_equal(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], what: object = "") -> None:

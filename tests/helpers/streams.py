@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,29 +13,17 @@ import torch.distributed as dist
 from fake_accelerator.accelerator import FakeAccelerator
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from helpers.inside import engine_of, start_peak
 from helpers.models import MODELS, batch_for, units_of
+from helpers.one_process import standing_for
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, Reproducible, fully_shard, replicate, shard_model
 from shardwise.plan.schedule import peak_bytes
-from shardwise.torch_private import forget_meshes
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 FP16 = MixedPrecisionPolicy(torch.float16, torch.float16)
 Step = Callable[[Any, Callable[[], torch.Tensor]], None]
-
-
-@contextmanager
-def standing_for(rank: int, world: int) -> Iterator[None]:
-    """Be ``rank`` of ``world``, on a group that carries nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        forget_meshes()
 
 
 def one_backward(model: Any, loss: Callable[[], torch.Tensor]) -> None:

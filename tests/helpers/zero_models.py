@@ -30,13 +30,6 @@ def loss_of_rank(model: torch.nn.Module, step: int, rank: int | None = None) -> 
     return model(torch.randn(3, 2, 8, 8, generator=noise)).square().mean()
 
 
-def average_gradients(model: torch.nn.Module) -> None:
-    """Average the gradients over all ranks, as DistributedDataParallel does."""
-    for param in model.parameters():
-        if param.grad is not None:
-            dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
-
-
 def zero_of(model: torch.nn.Module, partition: str, **options: Any) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, partition=partition, lr=0.05, **options)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers.inside import Recorder, engine_of, start_peak
 from helpers.models import Block
+from helpers.one_process import standing_for
 from helpers.sharded import build_sharded
-from helpers.streams import standing_for
 
 from shardwise import fully_shard
 from shardwise.plan.schedule import peak_bytes

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from fake_accelerator.accelerator import FakeAccelerator
+from helpers.compare import local
 from helpers.models import batch_for, build, units_of
-from helpers.streams import standing_for
+from helpers.one_process import standing_for
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise import ShardedOptimizer
@@ -51,14 +51,10 @@ def run(kind: str, to: str, sleeps: bool) -> list[torch.Tensor]:
                     assert fake.live_bytes <= before - slept.num_bytes
                 assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
                 for name, value in model.state_dict().items():
-                    assert local_of(value).equal(local_of(state[name]))
+                    assert local(value).equal(local(state[name]))
             del state
         assert not fake.violations, fake.violations
-        return [local_of(each).detach().clone() for each in params]
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return [local(each).detach().clone() for each in params]
 
 
 @pytest.mark.parametrize("to", ["host", "disk"])

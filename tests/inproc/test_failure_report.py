@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from helpers.one_process import alone
 from helpers.store_exchanges import announce_as, announce_elsewhere
 
 from shardwise import DesyncError, TransportError, record
@@ -33,10 +34,8 @@ from shardwise.consistency.store import SILENCE, default_store
 @pytest.fixture
 def job() -> Iterator[dist.Store]:
     """A job of this process alone, whose group has a timeout of 20 s."""
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=20))
-    yield store
-    dist.destroy_process_group()
+    with alone(timeout_s=20) as store:
+        yield store
 
 
 def _words() -> str:

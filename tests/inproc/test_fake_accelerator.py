@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_accelerator.accelerator import FakeAccelerator
-from helpers.streams import standing_for
+from helpers.one_process import standing_for
 
 from shardwise.collectives.streams import SideStream
 from shardwise.errors import StateError

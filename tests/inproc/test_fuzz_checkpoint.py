@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from fuzz import actions as do
 from fuzz.case import Case, Model, Node, Optim, Segment, Settings
 from fuzz.checkpoint import read, write
 from fuzz.phases import Play
 from fuzz.reference import run_reference
 from fuzz.render import render
+from helpers.one_process import alone
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -32,8 +32,7 @@ def test_torch_counts_a_step_that_was_none_when_it_saves_an_optimizer() -> None:
 
 
 def test_optimizers_that_have_not_stepped_come_out_of_checkpoints_so(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with alone():
         for how in ("full", "dcp"):
             for saves_sharded in (False, True):
                 for loads_sharded in (False, True):
@@ -43,8 +42,6 @@ def test_optimizers_that_have_not_stepped_come_out_of_checkpoints_so(tmp_path: P
                     loaded = _optimizer(net, loads_sharded)
                     read(net, loaded, folder, how)
                     assert stepped(net, loaded) == {1.0}, folder
-    finally:
-        dist.destroy_process_group()
 
 
 def _optimizer(net: nn.Module, is_sharded: bool) -> torch.optim.Optimizer:

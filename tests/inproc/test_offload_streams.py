@@ -20,8 +20,9 @@ import torch
 from fake_accelerator.accelerator import FakeAccelerator
 from fake_accelerator.threads import FakeThread
 from fake_accelerator.timeline import Mark
+from helpers.compare import local
 from helpers.models import batch_for, build, units_of
-from helpers.streams import standing_for
+from helpers.one_process import standing_for
 
 import shardwise
 from shardwise import (
@@ -63,10 +64,6 @@ def clips(number: int, model: Any) -> None:
     shardwise.clip_grad_norm_(model.parameters(), 0.05 if number % 2 else 1e6)
 
 
-def local(tensor: Any) -> torch.Tensor:
-    return getattr(tensor, "to_local", lambda: tensor)().detach().clone()
-
-
 def run(
     offload: OptimizerOffload | None,
     options: dict[str, Any],
@@ -100,9 +97,9 @@ def run(
             found.thread_waits.append(timeline.thread_waits[before[1] :])
             found.values.append(loss.detach().clone())
             found.live_bytes.append(fake.live_bytes - 4 * len(found.values))
-        found.values += [local(each) for each in model.parameters()]
+        found.values += [local(each).detach().clone() for each in model.parameters()]
         for entry in optimizer.state_dict()["state"].values():
-            found.values += [local(each) for each in entry.values() if isinstance(each, torch.Tensor)]
+            found.values += [local(each).detach().clone() for each in entry.values() if isinstance(each, torch.Tensor)]
         found.report = None if offload is None else offload_report(optimizer)
         del model, optimizer, loss
         gc.collect()

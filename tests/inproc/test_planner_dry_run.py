@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers.models import Block, build
+from helpers.one_process import alone, standing_for
 from torch import nn
 from torch.distributed import device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise
 from shardwise import ConfigError, fully_shard
@@ -100,13 +99,10 @@ def test_bytes_of_bf16_are_half() -> None:
 
 
 def test_a_sharded_model_is_refused() -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
+    with standing_for(0, 2):
         model = fully_shard(blocks())
         with pytest.raises(ConfigError, match="plan the model before fully_shard"):
             dry_run(model, [torch.empty(8, 32)])
-    finally:
-        dist.destroy_process_group()
 
 
 def test_the_plan_of_a_function_needs_no_memory_for_the_model() -> None:
@@ -122,19 +118,17 @@ def test_the_code_of_a_plan_runs(strategy: str) -> None:
     ranks = 4 if strategy in UNIT_STRATEGIES else 1  # DDP and ZeRO talk to the others when they are made
     choices = shardwise.Choices(strategies=(strategy,), recompute=(True,), precision="fp32")
     found = shardwise.plan(blocks, (torch.empty(4, 32),), ranks, hardware="cpu", choices=choices)
-    backend, store = ("fake", FakeStore()) if ranks > 1 else ("gloo", dist.HashStore())
-    dist.init_process_group(backend, store=store, rank=0, world_size=ranks)
     names: dict[str, Any] = {**vars(shardwise), **vars(torch.nn.parallel), **vars(device_mesh), "torch": torch}
     names["model"] = blocks()
-    try:
-        exec(compile(found.code(), "plan", "exec"), names)
-        names.get("ddp", names["model"])(torch.zeros(4, 32)).sum().backward()
-    finally:
-        # DDP goes before the group: its reducer ends the threads of a group that nobody else holds with the GIL in hand,
-        # for which such a thread may wait, to let go of what it kept of the backward.
-        names.clear()
-        gc.collect()
-        dist.destroy_process_group()
+    with standing_for(0, ranks) if ranks > 1 else alone():
+        try:
+            exec(compile(found.code(), "plan", "exec"), names)
+            names.get("ddp", names["model"])(torch.zeros(4, 32)).sum().backward()
+        finally:
+            # DDP goes before the group: its reducer ends the threads of a group that nobody else holds with the GIL in hand,
+            # for which such a thread may wait, to let go of what it kept of the backward.
+            names.clear()
+            gc.collect()
 
 
 def test_the_table_names_the_way_to_take_and_why() -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers.models import Block
+from helpers.one_process import standing_for
 from torch import nn
 from torch.distributed import device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise
 from shardwise import ConfigError
@@ -37,13 +34,6 @@ def profile(ranks: int, **how: Any) -> Any:
     return dry_run(
         blocks(), [torch.empty(BATCH, WIDTH)], split=TensorSplit(ranks, HALVES) if ranks > 1 else None, **how
     )
-
-
-@contextmanager
-def four_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    dist.destroy_process_group()
 
 
 def test_a_rank_of_a_split_holds_its_part_of_the_modules_that_are_split() -> None:
@@ -106,7 +96,7 @@ def test_the_code_of_a_split_runs() -> None:
         first, mesh, call = [line for line in found.code().splitlines() if "checkpoint" not in line]
         assert "parallelize_module" in first
         names: dict[str, Any] = {**vars(shardwise), **vars(device_mesh), "model": blocks()}
-        with four_ranks():
+        with standing_for(0, 4):
             exec(mesh, names)
             for block in names["model"]:
                 parallelize_module(block, names["mesh"]["tp"], HALVES)
@@ -117,7 +107,7 @@ def test_the_code_of_a_split_runs() -> None:
 
 
 def test_a_split_is_not_planned_beside_a_process_group() -> None:
-    with four_ranks(), pytest.raises(ConfigError, match="is planned in a process group of its own"):
+    with standing_for(0, 4), pytest.raises(ConfigError, match="is planned in a process group of its own"):
         profile(2)
 
 

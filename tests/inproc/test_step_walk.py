@@ -7,10 +7,9 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
+from helpers.one_process import standing_for
 from helpers.scripts import load_script
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise import fully_shard
 
@@ -26,11 +25,8 @@ def _without_what_other_tests_left() -> None:  # pyright: ignore[reportUnusedFun
 
 def test_a_step_walks_no_further_than_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWISE_CHECKS", "first")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
+    with standing_for(0, 2):
         ours, torchs = (step_walk.walk(*step_walk.PACKAGES[name]) for name in ("shardwise", "fsdp2"))
-    finally:
-        dist.destroy_process_group()
     assert ours.calls.total() < torchs.calls.total()
     assert ours.entries.total() < 1.1 * torchs.entries.total()
 
@@ -72,12 +68,9 @@ def _calls_of_a_step(model: nn.Module) -> int:
 def test_a_unit_of_eight_parameters_costs_no_more_calls_than_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """The count is exact: lower it with what a step calls."""
     monkeypatch.setenv("SHARDWISE_CHECKS", "first")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    try:
+    with standing_for(0, 8):
         plain, model = (nn.Sequential(*[_Unit() for _ in range(16)]) for _ in range(2))
         for unit in model:
             fully_shard(unit)
         fully_shard(model)
         assert (_calls_of_a_step(model) - _calls_of_a_step(plain)) / 16 <= MOST_CALLS
-    finally:
-        dist.destroy_process_group()

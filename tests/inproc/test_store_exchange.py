@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from helpers.one_process import alone
 from helpers.store_exchanges import MEMBERS, announce_as, gone_process, make_exchange, on_threads
 
 from shardwise.consistency.agreement import StoreExchange, open_numbered_exchange
@@ -116,14 +117,10 @@ def test_a_gather_ends_on_all_ranks_once_the_first_has_found_enough() -> None:
 
 
 def test_the_nth_opening_of_a_topic_is_one_place_for_all_its_ranks_and_no_others() -> None:
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
+    with alone() as store:
         first, second = (open_numbered_exchange(store, "topic", (3, 4), 0, 1.0) for _ in range(2))
         theirs = open_numbered_exchange(store, "topic", (3, 4), 1, 1.0)
         others = open_numbered_exchange(store, "topic", (5, 6), 1, 1.0)
         assert open_numbered_exchange(store, "another", (3, 4), 0, 1.0).prefix != first.prefix
-    finally:
-        dist.destroy_process_group()
     assert theirs.prefix == first.prefix
     assert len({first.prefix, second.prefix, others.prefix}) == 3

@@ -9,7 +9,7 @@ import inspect
 import io
 import runpy
 import weakref
-from datetime import timedelta
+from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.one_process import alone, standing_for
 from torch import nn
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
@@ -25,7 +26,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, _random, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
@@ -36,10 +36,9 @@ from shardwise.fsdp.hooks import dynamo_disabled
 
 
 @pytest.fixture
-def fake_ranks() -> object:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield None
-    dist.destroy_process_group()
+def fake_ranks() -> Iterator[None]:
+    with standing_for(0, 4):
+        yield
 
 
 MOST_ENTRIES = 80  # it only falls
@@ -471,8 +470,7 @@ def test_dtensors(fake_ranks: object) -> None:
 
 
 def test_process_groups() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
-    try:
+    with alone(timeout_s=7):
         group = dist.group.WORLD
         assert group is not None
         assert private.timeout_s_of(group, torch.device("cpu")) == private.timeout_s_of(group) == 7.0
@@ -480,8 +478,6 @@ def test_process_groups() -> None:
         assert private.is_gloo(group)
         private.store_of(group).set("key", "text")
         assert private.store_of(group).get("key") == b"text"
-    finally:
-        dist.destroy_process_group()
 
 
 def test_dispatch_modes_are_seen() -> None:
@@ -593,10 +589,9 @@ def test_a_dispatch_mode_sees_operations_that_collectives_are_too(fake_ranks: ob
 
 
 @pytest.fixture
-def one_rank() -> object:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield None
-    dist.destroy_process_group()
+def one_rank() -> Iterator[None]:
+    with alone():
+        yield
 
 
 def test_the_collectives_of_a_gloo_group_are_counted(one_rank: object) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from helpers.one_process import alone
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -99,14 +99,11 @@ def test_arguments_that_cannot_be_are_refused() -> None:
 
 
 def test_an_optimizer_that_steps_in_backward_is_refused() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model = DistributedDataParallel(nn.Linear(4, 2))
-    optimizer = Zero(model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
-    try:
+    with alone():
+        model = DistributedDataParallel(nn.Linear(4, 2))
+        optimizer = Zero(model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
         with pytest.raises(ConfigError, match="steps inside backward"):
             transaction(model, optimizer)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_random_numbers_are_put_back_if_asked() -> None:

@@ -9,11 +9,10 @@ import types
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as torchs
+from helpers.one_process import standing_for
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise
 from shardwise import ConfigError, StateError, use_in
@@ -79,12 +78,8 @@ def test_modules_that_have_imported_torchs_function_before_are_named(caplog: pyt
 
 
 def test_what_was_sharded_within_is_what_torchs_tools_know() -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
-        with use_in(torchs):
-            model = torchs.fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (4,)))
-    finally:
-        dist.destroy_process_group()
+    with standing_for(0, 4), use_in(torchs):
+        model = torchs.fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (4,)))
     assert isinstance(model, shardwise.FSDPModule)
     assert isinstance(model, torchs.FSDPModule)
     assert torchs.fully_shard.state(model) is not None  # type: ignore[attr-defined]
@@ -92,11 +87,10 @@ def test_what_was_sharded_within_is_what_torchs_tools_know() -> None:
 
 @pytest.mark.parametrize("reshard", [True, False, 2])
 def test_the_state_that_torchs_tests_read_is_as_that_of_torchs_class(reshard: bool | int) -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     policy = torchs.MixedPrecisionPolicy(torch.bfloat16)
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
     read: list[object] = []
-    try:
+    with standing_for(0, 4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
         for shard in (torchs.fully_shard, shardwise.fully_shard):
             model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2, bias=False))
             shard(model[0], mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
@@ -118,8 +112,6 @@ def test_the_state_that_torchs_tests_read_is_as_that_of_torchs_class(reshard: bo
             copy.copy(root)._pre_forward()
         plain = shardwise.fully_shard(nn.Sequential(nn.ReLU()), mesh=mesh)
         assert plain._get_fsdp_state()._fsdp_param_group is None
-    finally:
-        dist.destroy_process_group()
     assert read[: len(read) // 2] == read[len(read) // 2 :]
 
 
@@ -136,12 +128,9 @@ CLASS_AND_TOOLS = {"_apply", "_get_fsdp_state", "_set_unshard_async_op", "__new_
 
 def test_no_method_of_torchs_class_is_reached_through_a_sharded_module() -> None:
     names = {name for name in dir(torchs.FSDPModule) if not name.startswith("_")} | NAMES_OF_2_15 | CLASS_AND_TOOLS
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
+    with standing_for(0, 4):
         apis = (shardwise.fully_shard, shardwise.replicate)
         kinds = [type(api(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (4,)))) for api in apis]
-    finally:
-        dist.destroy_process_group()
     for kind in kinds:
         assert torchs.FSDPModule in kind.__mro__
         for name in names:
@@ -151,10 +140,7 @@ def test_no_method_of_torchs_class_is_reached_through_a_sharded_module() -> None
 
 
 def test_symmetric_memory_is_refused_by_name() -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
+    with standing_for(0, 4):
         model = shardwise.fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (4,)))
-    finally:
-        dist.destroy_process_group()
     with pytest.raises(ConfigError, match=r"set_symm_mem_for_comm\('NCCL'\).*set_allocate_memory"):
         model.set_symm_mem_for_comm()

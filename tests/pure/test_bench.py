@@ -20,7 +20,7 @@ from shardwise import ConfigError
 
 sys.path.append(str(ROOT / "benchmarks"))
 import bench
-from bench import BenchRequest, build_parser, read_bench_request
+from bench import BenchRequest, build_parser, main, read_bench_request
 from bench_contenders import (
     CONTENDERS,
     SHAPES,
@@ -29,12 +29,16 @@ from bench_contenders import (
     choose_names,
     count_parameters,
     held_bytes,
+    settle_ranks,
 )
 from bench_figures import (
+    HostLoad,
     MeasuredMemory,
     Row,
+    disturbances,
     find_wrong_losses,
     format_table,
+    largest,
     make_rows,
 )
 from bench_timing import (
@@ -52,6 +56,52 @@ CONFIG = BenchConfig("small", 2, 2, 3, "gloo", 0, ("local", "FSDP2"))
 
 def _request(*words: str, num_gpus: int = 0, num_cores: int = 8) -> BenchRequest:
     return read_bench_request(build_parser().parse_args(words), num_gpus, num_cores)
+
+
+@pytest.mark.parametrize(
+    ("words", "num_gpus", "expected"),
+    [
+        (["--ranks", "0"], 0, "--ranks is 0"),
+        (["--rounds", "0"], 0, "--rounds is 0"),
+        (["--batch", "-1"], 0, "--batch is -1"),
+        (["--backend", "nccl"], 0, "finds no GPU"),
+        (["--ranks", "2"], 1, "NCCL refuses ranks that share one. Use --ranks 1, or --backend gloo"),
+        (["--ranks", "2", "--backend", "nccl"], 1, "this host has 1 GPU"),
+        (["--only", "FSDP3"], 0, "'FSDP3' is not a contender. Known: 'local'"),
+        (["--only", "shardwise hybrid"], 0, "cannot run on 2 rank(s) over gloo: two copies"),
+        (["--only", "* (gloo)"], 1, "nccl leaves no choice of transport"),
+        (["--out", sys.executable], 0, "is a file"),
+    ],
+)
+def test_a_wrong_value_is_refused(words: list[str], num_gpus: int, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _request(*words, num_gpus=num_gpus)
+    assert expected in str(caught.value)
+
+
+def test_the_command_says_once_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--only", "nobody"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("bench.py: error: --only 'nobody'")
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks", "num_gpus", "num_cores", "settled"),
+    [
+        ("auto", None, 0, 8, ("gloo", 2)),
+        ("auto", None, 0, 1, ("gloo", 1)),
+        ("auto", 4, 0, 1, ("gloo", 4)),
+        ("auto", None, 3, 8, ("nccl", 3)),
+        ("auto", 1, 3, 8, ("nccl", 1)),
+        ("gloo", None, 3, 8, ("gloo", 2)),
+    ],
+)
+def test_the_host_decides_what_is_not_given(
+    backend: str, ranks: int | None, num_gpus: int, num_cores: int, settled: tuple[str, int]
+) -> None:
+    assert settle_ranks(backend, ranks, num_gpus, num_cores) == settled
 
 
 def test_patterns_choose_contenders_and_local_is_always_one() -> None:
@@ -106,6 +156,28 @@ def test_rows_hold_medians_of_the_slowest_rank_and_ratios_of_them() -> None:
     assert ours.memory is not None
     assert ours.memory.peak_rss_bytes == 40 << 20
     assert ours.memory.wire_bytes_per_step == 5 << 20
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        (HostLoad(10.0, 20.2, 0.0, 20.0, 2), []),  # the ranks use both cores
+        (HostLoad(10.0, 20.0, 0.0, 14.0, 2), ["other processes used 0.6 of 2 cores while contenders were timed"]),
+        (HostLoad(10.0, 70.0, 0.0, 20.0, 64), []),  # five cores of others, and 57 idle
+        (HostLoad(10.0, 500.0, 0.0, 20.0, 64), ["other processes used 48.0 of 64 cores while contenders were timed"]),
+        (HostLoad(10.0, 19.0, 1.0, 19.0, 2), ["the hypervisor took 5% of the cores' time"]),
+        (HostLoad(), []),
+    ],
+)
+def test_what_disturbs_a_run_is_named(host: HostLoad, said: list[str]) -> None:
+    quiet = [row for row in _rows() if row.name == "FSDP2"]
+    assert disturbances(host, quiet) == said
+
+
+def test_a_figure_that_one_rank_lacks_is_none() -> None:
+    other = MeasuredMemory(None, 9 << 20, None, None, None, 3, None)
+    found = largest([MEMORY, other])
+    assert found == MeasuredMemory(None, 9 << 20, None, None, None, 7, None)
 
 
 @pytest.mark.parametrize("loss", [4.5 + 2e-3, 4.5 - 2e-3, math.nan, math.inf])

@@ -8,11 +8,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
+from helpers.one_process import alone
 
 from shardwise import TransportError
 from shardwise.consistency import process_groups
@@ -102,12 +102,8 @@ def test_a_silence_is_remembered_of_a_store_inside_another_of_which_torch_return
 
 
 def test_a_store_is_waited_for_no_longer_than_the_job_waits_for_a_rank(stopped: dist.TCPStore) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=1))
-    try:
-        with pytest.raises(TransportError, match="no answer for 1 s"):
-            JobStore(stopped).check(["key"])
-    finally:
-        dist.destroy_process_group()
+    with alone(timeout_s=1), pytest.raises(TransportError, match="no answer for 1 s"):
+        JobStore(stopped).check(["key"])
 
 
 def test_nobody_is_known_to_be_gone_while_the_store_is_silent(

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.checkpoints import Net, differences, made, state_of, train
+from helpers.compare import full
 from helpers.ranks import on_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard
 from shardwise.checkpoint import CheckpointError, DamagedCheckpointError, load, save
@@ -27,7 +27,7 @@ def _gpt2(seed: int) -> Any:
 
 
 def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in model.state_dict().items()}
+    return {n: full(v) for n, v in model.state_dict().items()}
 
 
 @on_ranks(2)

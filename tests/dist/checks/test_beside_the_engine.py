@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.compare import assert_same, average_gradients, comparable
+from helpers.compare import assert_gradients, assert_same, average_gradients, comparable
 from helpers.models import Block
 from helpers.ranks import FOUR, on_ranks
 from helpers.trains_alike import assert_trains_alike, batch
@@ -125,8 +125,7 @@ def test_a_hook_that_follows_the_accumulation_sees_all_that_has_been_accumulated
             for each in (model, plain):
                 each.zero_grad()
     average_gradients(plain)
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(*comparable(mine.grad, theirs.grad))
+    assert_gradients(model, plain)
     assert calls == {id(model): 8, id(plain): 8}
 
 
@@ -209,8 +208,7 @@ def test_a_graph_of_a_backward_reads_parameters_again(forwards_between: int) -> 
             rest = each(batch(number + 7)).mean() if forwards_between else 0.0
             (y.mean() + gradient.square().sum(1).mean() + rest).backward()
         average_gradients(plain)
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(*comparable(ours.grad, theirs.grad))
+        assert_gradients(model, plain)
         for each in (model, plain):
             torch.optim.SGD(each.parameters(), lr=0.1).step()
             each.zero_grad()

@@ -61,6 +61,13 @@ def optimizers_of(model: nn.Module, plain: nn.Module, **options: Any) -> list[to
     return [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9, **options) for each in (model, plain)]
 
 
+def assert_step_alike(model: nn.Module, plain: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    average_gradients(plain)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same(model, plain, REORDERED)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("name", "api", "way", "clearing", "had_gradient"),
@@ -96,11 +103,9 @@ def test_what_user_code_clears_is_not_added_later(
         loss_of(model, 10 * step + 3, name).backward()
         for seed in (2, 3):
             loss_of(plain, 10 * step + seed, name).backward()
-        average_gradients(plain)
+        assert_step_alike(model, plain, optimizers)
         for optimizer in optimizers:
-            optimizer.step()
             optimizer.zero_grad()
-        assert_same(model, plain, REORDERED)
 
 
 @on_ranks(2)
@@ -137,10 +142,7 @@ def test_some_gradients_are_cleared_and_others_wait(api: str) -> None:
     model.set_requires_gradient_sync(True)
     for each in (model, plain):
         loss_of(each, 1).backward()
-    average_gradients(plain)
-    for optimizer in optimizers:
-        optimizer.step()
-    assert_same(model, plain, REORDERED)
+    assert_step_alike(model, plain, optimizers)
 
 
 @on_ranks(2)
@@ -189,10 +191,7 @@ def test_no_optimizer_steps_and_nothing_is_clipped_while_gradients_wait(api: str
     loss_of(model, 1).backward()
     for seed in (0, 0, 1):
         loss_of(plain, seed).backward()
-    average_gradients(plain)
-    optimizer.step()
-    torch.optim.AdamW(plain.parameters(), lr=0.1).step()
-    assert_same(model, plain, REORDERED)
+    assert_step_alike(model, plain, [optimizer, torch.optim.AdamW(plain.parameters(), lr=0.1)])
 
 
 @on_ranks(2)
@@ -238,11 +237,8 @@ def test_what_waits_outlives_copies_conversions_and_resets(way: str) -> None:
     resume(model)
     for each in (model, plain):
         loss_of(each, 1).backward()
-    average_gradients(plain)
-    for each in (model, plain):
-        torch.optim.SGD(each.parameters(), lr=0.1).step()
-        each.zero_grad()
-    assert_same(model, plain, REORDERED)
+    assert_step_alike(model, plain, optimizers_of(model, plain))
+    model.zero_grad()
     pause(model)
     loss_of(model, 2).backward()
     model.reset_iter_state()
@@ -269,10 +265,7 @@ def test_a_step_that_is_undone_lets_gradients_wait_again(clears: bool) -> None:
     model.set_requires_gradient_sync(True)
     for each in (model, plain):
         loss_of(each, 1).backward()
-    average_gradients(plain)
-    for optimizer in optimizers:
-        optimizer.step()
-    assert_same(model, plain, REORDERED)
+    assert_step_alike(model, plain, optimizers)
 
 
 @on_ranks(2)
@@ -294,10 +287,7 @@ def test_where_ranks_take_different_ways_all_learn_that_gradients_of_one_wait(ch
     optimizers[0].zero_grad()
     for each in (model, plain):
         loss_of(each, 2).backward()
-    average_gradients(plain)
-    for optimizer in optimizers:
-        optimizer.step()
-    assert_same(model, plain, REORDERED)
+    assert_step_alike(model, plain, optimizers)
 
 
 class Gate(nn.Module):
@@ -327,10 +317,7 @@ def test_sums_over_shards_are_reduced_by_a_backward_that_does_not_use_their_para
         x = torch.randn(2, 4)
         for each in (model, plain):
             each(x, uses_all).sum().backward()
-    average_gradients(plain)
-    for each in (model, plain):
-        torch.optim.SGD(each.parameters(), lr=0.1).step()
-    assert_same(model, plain, REORDERED)
+    assert_step_alike(model, plain, optimizers_of(model, plain))
 
 
 @on_ranks(2)

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compare import average_gradients
+from helpers.compare import average_gradients, full
 from helpers.inside import over
 from helpers.pairs import checkered
 from helpers.ranks import on_ranks
 from helpers.sharded import noise
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise import StateError, fully_shard
 
@@ -175,8 +174,8 @@ def run(program: Program, middle: str, reshard: bool | int | None, transport: An
         params = list(model.parameters())
         optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
         program(model, optimizer, params)
-        full = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.state_dict().values()]
-        made.append(([p.detach().clone() for p in full], [list(row) for row in results]))
+        values = [full(p).detach().clone() for p in model.state_dict().values()]
+        made.append((values, [list(row) for row in results]))
     (plain, plain_results), (sharded, sharded_results) = made
     for name, left, right in zip(names, plain, sharded, strict=True):
         torch.testing.assert_close(right, left, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")

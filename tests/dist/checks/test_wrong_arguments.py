@@ -64,6 +64,7 @@ def test_arguments_of_another_type_are_named(api: Callable[..., Any]) -> None:
 def test_misspelt_arguments_get_a_question(api: Callable[..., Any]) -> None:
     _refused(lambda: api(_net(), mp_polcy=None), "Did you mean 'mp_policy'?", TypeError)
     _refused(shardwise.policy(api(_net()), synk=False).__enter__, "no field ['synk']. Did you mean 'sync'?")
+    _refused(shardwise.policy(_net(), sync=False).__enter__, "contains no sharded module")
     _refused(lambda: api(_net(), cpu_offload=True), "Did you mean 'offload_policy'?", TypeError)
 
 

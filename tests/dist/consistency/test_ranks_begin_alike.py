@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.compare import average_gradients
 from helpers.ranks import FOUR, on_ranks
-from helpers.zero_models import average_gradients
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchsZero

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator.accelerator import FakeAccelerator
+from helpers.one_process import standing_for
 from helpers.ranks import on_ranks
-from helpers.streams import standing_for
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.compare import local
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from shardwise import MixedPrecisionPolicy, ShardedOptimizer, fully_shard, replicate, shard_model
 
@@ -24,7 +24,7 @@ def _odd() -> nn.Module:
 
 
 def _is_off(tensor: torch.Tensor) -> bool:
-    return bool((tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr() % _BYTES)
+    return bool(local(tensor).data_ptr() % _BYTES)
 
 
 class _Rule(torch.optim.SGD):

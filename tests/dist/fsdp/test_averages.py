@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.compare import full
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -57,10 +57,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
     model(batch(step)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def by_hand(average: nn.Module, model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.compare import average_gradients, is_incomplete, local
+from helpers.compare import assert_gradients, average_gradients, is_incomplete, local
 from helpers.inside import Recorder, all_reduced, engine_of, full_from, over, parts_from
 from helpers.models import Block
 from helpers.pairs import few, pairwise
@@ -64,10 +64,7 @@ def made(*ways: str, style: str = "mesh", change: Any = None) -> tuple[nn.Module
 
 def assert_same_gradients(reference: nn.Module, model: nn.Module) -> None:
     average_gradients(reference)
-    for (name, expected), param in zip(reference.named_parameters(), model.parameters(), strict=True):
-        assert (param.grad is None) == (expected.grad is None), name
-        if expected.grad is not None:
-            torch.testing.assert_close(local(param.grad), expected.grad, msg=lambda text, name=name: f"{name}: {text}")
+    assert_gradients(model, reference)
 
 
 @contextmanager

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.compare import average_gradients, is_incomplete
+from helpers.compare import assert_gradients, average_gradients, full, is_incomplete
 from helpers.models import Block, batch_for, build
 from helpers.ranks import FOUR, on_ranks
 from helpers.sharded import batch, build_sharded
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 import shardwise
@@ -26,13 +26,6 @@ from shardwise import (
     replicate,
 )
 from shardwise.fsdp.mesh import names_of
-
-
-def assert_gradients(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
-    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert (param.grad is None) == (other.grad is None), name
-        if param.grad is not None:
-            torch.testing.assert_close(param.grad.full_tensor(), other.grad, **tolerance, msg=lambda m, n=name: n + m)
 
 
 class Conv(nn.Module):
@@ -177,7 +170,7 @@ def test_clip_over_meshes_in_one_all_reduce() -> None:
             expected = torch.nn.utils.clip_grad_norm_(ref_params, 0.3, norm_type)
             torch.testing.assert_close(norm, expected)
             for left, right in zip(params, ref_params, strict=True):
-                mine_ = left.grad.full_tensor() if isinstance(left.grad, DTensor) else left.grad
+                mine_ = full(left.grad)
                 torch.testing.assert_close(mine_, right.grad)
     head.grad.fill_(math.nan)
     with pytest.raises(RuntimeError, match="non-finite"):

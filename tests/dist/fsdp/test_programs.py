@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.compare import average_gradients, comparable, full
+from helpers.compare import assert_gradients, average_gradients, full
 from helpers.inside import over
 from helpers.models import Block
 from helpers.pairs import checkered, pairwise
@@ -182,8 +182,7 @@ def test_partial_sums_of_deferred_backwards_count(flags: list[tuple[bool, bool]]
             model(batch(number)).square().mean().backward()
             plain(batch(number)).square().mean().backward()
         average_gradients(plain)
-        for left, right in zip(plain.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(*comparable(right.grad, left.grad))
+        assert_gradients(model, plain)
         for each in (model, plain):
             each.zero_grad()
 
@@ -356,8 +355,7 @@ def test_a_hook_that_raises_on_one_rank_leaves_the_ranks_in_step(transport: Any,
             model(batch(number)).square().mean().backward()
         plain(batch(number)).square().mean().backward()
         average_gradients(plain)
-        for left, right in zip(plain.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(*comparable(right.grad, left.grad))
+        assert_gradients(model, plain)
         for each in (model, plain):
             each.zero_grad()
 
@@ -435,8 +433,7 @@ def test_outputs_may_be_views_written_to_through_others(api: Callable[[nn.Module
     for each in (model, plain):
         each(batch(0)).square().mean().backward()
     average_gradients(plain)
-    for left, right in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(full(right.grad), left.grad, rtol=1e-5, atol=1e-6)
+    assert_gradients(model, plain, rtol=1e-5, atol=1e-6)
 
 
 # ---- hooks on streams, compilation ----
@@ -467,39 +464,3 @@ def test_tensors_that_functional_call_puts_in_place_of_parameters_are_refused_an
             with pytest.raises(ConfigError, match=r"1\.weight: a D?Tensor that is no Parameter.*functional_call"):
                 torch.func.functional_call(model, replaced, batch(0))
             assert torch.equal(model(batch(0)), plain(batch(0)))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("api", ["fully_shard", "replicate", "older way"])
-def test_parameters_that_change_their_dtype_before_backward(api: str) -> None:
-    torch.manual_seed(0)
-    x = batch(0)
-    gradients: list[torch.Tensor] = []
-    for there_and_back in (None, True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(Block(6, 9), Block(6, 7))
-        if api == "fully_shard":
-            for block in model:
-                fully_shard(block, reshard_after_forward=False)
-            fully_shard(model)
-        else:
-            replicate(model, **({} if api == "replicate" else {"device_ids": None}))
-        loss = model(x).square().mean()
-        if there_and_back is not None:
-            model.double()
-        if there_and_back:
-            model.float()
-        if there_and_back is False:
-            # Parameters that stay what they were give what torch gives on one process.
-            error, text = (RuntimeError, "scalar type") if api == "older way" else (StateError, "after the forward")
-            with pytest.raises(error, match=text):
-                loss.backward()
-            continue
-        if there_and_back and api != "older way":
-            with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
-                loss.backward()
-            continue
-        loss.backward()
-        gradients.append(torch.cat([full(param.grad).flatten().double() for param in model.parameters()]))
-    for gradient in gradients[1:]:
-        torch.testing.assert_close(gradient, gradients[0], rtol=1e-5, atol=1e-6)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.compare import full
 from helpers.models import Block
 from helpers.pairs import checkered
 from helpers.ranks import on_ranks
@@ -63,7 +64,7 @@ def _draw(what: str, layer: nn.Linear) -> torch.Tensor:
 
 def _same(sharded: nn.Module, plain: nn.Module) -> None:
     for (name, param), expected in zip(sharded.named_parameters(), plain.parameters(), strict=True):
-        whole = param.full_tensor() if isinstance(param, DTensor) else param
+        whole = full(param)
         assert torch.equal(whole, expected), name
 
 

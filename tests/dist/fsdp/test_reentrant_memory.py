@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.compare import average_gradients, comparable
+from helpers.compare import assert_gradients, average_gradients
 from helpers.pairs import checkered
 from helpers.ranks import on_ranks
 from torch import nn
@@ -98,9 +98,5 @@ def test_one_unit_is_full_at_a_time_in_every_backward(kind: str, order: tuple[in
             each.zero_grad()
             each(x.clone().requires_grad_(), num_more_nodes).backward()
         average_gradients(plain)
-        for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-            if expected.grad is None:
-                assert found.grad is None, name
-            else:
-                torch.testing.assert_close(*comparable(found.grad, expected.grad))
+        assert_gradients(model, plain)
     assert most <= (2 if kind in ("pairs", "twice") else 1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.compare import average_gradients, local
+from helpers.compare import assert_gradients, average_gradients
 from helpers.inside import parts_from
 from helpers.models import Block
 from helpers.pairs import checkered
@@ -47,8 +47,7 @@ def train_beside(reference: nn.Module, model: nn.Module, optim: torch.optim.Opti
             assert counts.get_comm_counts()[torch.ops.c10d.allreduce_] == microbatch * num_units
             reference(x).square().sum().backward()
         average_gradients(reference)
-        for left, right in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(local(left.grad), right.grad)
+        assert_gradients(model, reference)
         for each in (optim, expected):
             each.step()
             each.zero_grad()
@@ -288,8 +287,7 @@ def test_ranks_that_have_held_gradients_of_other_parameters_sum_the_same_ones(is
             for param in reference.parameters():
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
             average_gradients(reference)
-            for left, right in zip(model.parameters(), reference.parameters(), strict=True):
-                torch.testing.assert_close(local(left.grad), right.grad)
+            assert_gradients(model, reference)
             model.zero_grad()
             reference.zero_grad()
 
@@ -365,8 +363,7 @@ def test_a_rank_may_go_forward_alone(way: str) -> None:
             model.is_short = False
         loss.backward()
         average_gradients(reference)
-        for mine, plain in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(local(mine.grad), plain.grad)
+        assert_gradients(model, reference)
         model.zero_grad()
         reference.zero_grad()
 
@@ -419,10 +416,7 @@ def test_a_rank_may_evaluate_alone_before_the_first_step(way: str) -> None:
         (model.first if way == "older" and step == 0 else model)(x).sum().backward()
         (reference.first if way == "older" and step == 0 else reference)(x).sum().backward()
         average_gradients(reference)
-        for mine, plain in zip(model.parameters(), reference.parameters(), strict=True):
-            assert (mine.grad is None) is (plain.grad is None)
-            if plain.grad is not None:
-                torch.testing.assert_close(local(mine.grad), plain.grad)
+        assert_gradients(model, reference)
         model.zero_grad()
         reference.zero_grad()
         dist.barrier()
@@ -478,8 +472,7 @@ def test_gradients_are_held_as_users_of_ddp_do(what: str, way: str) -> None:
             if number == 1:  # forwards of an evaluation change nothing
                 with torch.no_grad():
                     model(x)
-        for mine, theirs in zip(model.parameters(), ddp.parameters(), strict=True):
-            torch.testing.assert_close(local(mine.grad), theirs.grad)
+        assert_gradients(model, ddp)
         if not step:
             model, ddp = copy.deepcopy(model), DistributedDataParallel(copy.deepcopy(ddp.module))
         model.zero_grad()
@@ -500,8 +493,7 @@ def test_gradients_become_zeros_between_a_forward_and_its_backward(way: str) -> 
         each.zero_grad(set_to_none=False)
         loss.backward()
     average_gradients(plain)
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(local(found.grad), expected.grad)
+    assert_gradients(model, plain)
 
 
 @on_ranks(2)

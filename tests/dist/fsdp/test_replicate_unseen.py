@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compare import average_gradients
+from helpers.compare import assert_gradients, average_gradients
 from helpers.ranks import on_ranks
 from helpers.trains_alike import batch
 from torch import nn
@@ -74,9 +74,8 @@ def test_replicas_stay_alike(way: str, num_backwards: int, held: bool) -> None:
             for each in (net, plain):
                 _step(each, batch(10 * number + index), way)
         average_gradients(plain)
-        for (name, param), other in zip(net.named_parameters(), plain.parameters(), strict=True):
-            assert param.grad is not None
-            torch.testing.assert_close(param.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}")
+        assert all(param.grad is not None for param in net.parameters())
+        assert_gradients(net, plain)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -93,8 +92,7 @@ def test_a_copy_hears_of_them_too() -> None:
     plain.load_state_dict(net.state_dict())
     _step(plain, batch(0), "children")
     average_gradients(plain)
-    for param, other in zip(copied.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(param.grad, other.grad)
+    assert_gradients(copied, plain)
 
 
 @on_ranks(2)

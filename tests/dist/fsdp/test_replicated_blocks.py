@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.compare import average_gradients, local
+from helpers.compare import assert_gradients, average_gradients, local
 from helpers.inside import all_reduced
 from helpers.models import Block
 from helpers.ranks import FOUR, on_ranks
@@ -79,10 +79,7 @@ def test_a_microbatch_without_sync_between_deferred_ones_counts_once(cleared: st
                 if cleared and microbatch == 1:
                     each.get_parameter(cleared).grad = None
         average_gradients(reference)
-        for name, param in reference.named_parameters():
-            torch.testing.assert_close(
-                local(model.get_parameter(name).grad), param.grad, msg=lambda text, n=name: f"{n}: {text}"
-            )
+        assert_gradients(model, reference)
         model.zero_grad()
         reference.zero_grad()
 

@@ -66,20 +66,6 @@ def test_after_an_evaluation_the_modules_have_what_the_optimizer_has(api: str, n
 
 
 @on_ranks(2)
-def test_a_weight_that_is_unsharded_is_a_plain_parameter_until_backward() -> None:
-    model, plain = shard_whole("plain"), build("plain")
-    weight = next(plain.parameters())
-    with torch.no_grad():
-        model(torch.zeros(3, 7))
-    assert torch.equal(next(model.parameters()).full_tensor(), weight)
-    loss = loss_of(model)
-    assert type(next(model.parameters())) is torch.nn.Parameter
-    assert torch.equal(next(model.parameters()), weight)
-    loss.backward()
-    assert torch.equal(next(model.parameters()).full_tensor(), weight)
-
-
-@on_ranks(2)
 def test_a_backward_with_parameters_that_are_unsharded_as_inputs_trains() -> None:
     for api in ("fully_shard", "replicate"):
         model, plain = made(api, "matrices") if api == "replicate" else shard_whole("matrices"), build("matrices")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.compare import full
 from helpers.ranks import on_ranks
 from helpers.strategies import STRATEGIES, held, moves
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import shardwise
@@ -63,8 +63,7 @@ def test_every_strategy_trains_as_one_process_does(name: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        full = found.full_tensor() if isinstance(found, DTensor) else found
-        torch.testing.assert_close(full, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(full(found), expected, rtol=1e-4, atol=1e-5)
 
 
 def _bytes_of(tensors: Any) -> int:

@@ -15,9 +15,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.compare import local
 from helpers.ranks import on_ranks
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise import ArgumentTypeError, DiskOffloadPolicy, MemoryLimit, OptimizerOffload, ShardedOptimizer, StateError
@@ -67,10 +67,6 @@ def step(made: Made, number: int) -> None:
     optimizer.zero_grad()
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def sleep(*things: Any, to: Path | str) -> None:
     with shardwise.asleep(*things, to=to):
         pass
@@ -79,7 +75,7 @@ def sleep(*things: Any, to: Path | str) -> None:
 def bits_of(made: Made) -> list[torch.Tensor]:
     model, optimizer = made
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
-    return [local_of(each).detach().clone() for each in (*model.parameters(), *state)]
+    return [local(each).detach().clone() for each in (*model.parameters(), *state)]
 
 
 def assert_same_bits(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
@@ -97,7 +93,7 @@ def train_and_sleep(kind: str, num_cycles: int, folder: Path) -> None:
                 step(each, number)
             number += 1
         things = noise.choice([(model, optimizer), (model,), (optimizer,), (model, optimizer)])
-        earlier = {name: local_of(each) for name, each in model.state_dict().items()}
+        earlier = {name: local(each) for name, each in model.state_dict().items()}
         before, with_grad = bits_of(sleeper), noise.random() < 0.5
         if with_grad and kind != "zero1":
             for each in (sleeper, awake):
@@ -106,7 +102,7 @@ def train_and_sleep(kind: str, num_cycles: int, folder: Path) -> None:
             assert slept.num_bytes > 0
         assert_same_bits(bits_of(sleeper), before)
         assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
-        assert_same_bits([*earlier.values()], [local_of(each) for each in model.state_dict().values()])
+        assert_same_bits([*earlier.values()], [local(each) for each in model.state_dict().values()])
         if with_grad and kind != "zero1":
             for each in (sleeper, awake):
                 step(each, number)  # accumulates
@@ -215,7 +211,7 @@ def test_what_needs_values_is_named_on_every_rank(tmp_path: Path) -> None:
             with pytest.raises((StateError, shardwise.CheckpointError), match=message):
                 call()
         with pytest.raises(RuntimeError):  # of torch, which names no tensor
-            local_of(next(model.parameters())).sum().item()
+            local(next(model.parameters())).sum().item()
     assert_same_bits(bits_of(sleeper), before)
     step(sleeper, 1)
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.compare import local
 from helpers.models import batch_for, build, units_of
 from helpers.ranks import on_ranks
 from torch import nn
@@ -233,10 +234,6 @@ def test_accumulation_is_updated_early_from_the_second_step_on() -> None:
 
 
 # ---- What users do between backward and step.
-
-
-def local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 @torch.no_grad()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 
 import torch
+from helpers.compare import full
 from helpers.ranks import on_ranks
 from helpers.sharded_tensors import cut, set_gradients
 from torch import nn, optim
 from torch.distributed._shard import shard_parameter, sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from shardwise import ShardedOptimizer
 
@@ -140,7 +141,7 @@ def _assert_equal(params: dict[str, torch.Tensor], expected: dict[str, torch.Ten
             for shard in param.local_shards():
                 assert torch.equal(shard.tensor, cut(expected[name], shard.metadata)), name
         else:
-            whole = param.full_tensor() if isinstance(param, DTensor) else param
+            whole = full(param)
             assert torch.equal(whole, expected[name]), name
 
 

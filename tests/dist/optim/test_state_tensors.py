@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from helpers.compare import local
+from helpers.compare import full, local
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
@@ -194,7 +194,7 @@ def _assert_trained(api: str, kind: str, model: Params, optimizer: Any, num_step
         _backward("plain", plain, step)
         reference.step()
     for a, b in zip(model.of, plain.of, strict=True):
-        whole = a.full_tensor() if isinstance(a, DTensor) else a
+        whole = full(a)
         assert torch.equal(whole, b), (api, kind)
     if isinstance(optimizer, ShardedOptimizer):
         found = optimizer.full_state_dict(by_index=True)["state"]
@@ -254,7 +254,7 @@ def test_writes_to_state_count(api: str) -> None:
                     local(kept[name][key]).mul_(factor)
                     reference.state[plain.of[index]][key].mul_(factor)
     for a, b in zip(model.of, plain.of, strict=True):
-        assert torch.equal(a.full_tensor() if isinstance(a, DTensor) else a, b)
+        assert torch.equal(full(a), b)
     assert local(kept[names[0]]["step"]).item() == 8.0
 
 

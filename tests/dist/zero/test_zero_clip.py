@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.compare import average_gradients
 from helpers.pairs import pairwise
 from helpers.ranks import FOUR, on_ranks
-from helpers.zero_models import average_gradients, loss_of_rank, mixed_model, zero_of
+from helpers.zero_models import loss_of_rank, mixed_model, zero_of
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 

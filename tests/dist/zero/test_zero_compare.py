@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.compare import average_gradients
 from helpers.ranks import FOUR, on_ranks
-from helpers.zero_models import average_gradients
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
