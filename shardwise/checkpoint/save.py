@@ -360,7 +360,9 @@ class Saver:
 
     def _commit(self, job: Job, reports: Sequence[Any]) -> str:
         records = {
-            rank: FileRecord(*file[:3], tuple(file[3])) for rank, (file, _, _) in enumerate(reports) if file is not None
+            rank: FileRecord(file[0], file[1], file[2], tuple(file[3]))
+            for rank, (file, _, _) in enumerate(reports)
+            if file is not None
         }
         ties: dict[str, str] = {}
         for _, _, found in reports:

@@ -11,7 +11,7 @@ import fnmatch
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -506,12 +506,14 @@ class Compression:
 class _CodedGather:
     """The ends of an all-gather of coded sections: every rank decodes all sections, its own included."""
 
-    take_over: ClassVar[None] = None
-
     _bucket_ends: Sequence[BucketEnds]
     _sections: Sequence[CodedSection]
     _compression: Compression
     _pool: BufferPool
+
+    @property
+    def take_over(self) -> None:
+        """The message is no parameter: it is decoded."""
 
     @property
     def _message_bytes(self) -> int:

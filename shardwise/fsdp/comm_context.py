@@ -50,7 +50,8 @@ class CommContext:
 
     def __init__(self, device: torch.device, transport: Transport) -> None:
         # Written by the thread that runs forwards and setters; autograd's threads read them in a pass, in which nothing writes.
-        self.device, self.transport = device, transport
+        self.device = device
+        self.transport: Transport = transport
         self.streams, self.pool = CommStreams.on(device_of(device)), BufferPool(device)
         keep_heap(self.pool, device)
         self.pass_tracker, self.links = PassTracker(), dict[str, LinkSource]()
