@@ -7,6 +7,7 @@ Every function issues its calls in an order that depends on its arguments alone.
 from __future__ import annotations
 
 import heapq
+import weakref
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -312,10 +313,17 @@ def ranks_of_group(group: dist.ProcessGroup) -> Ranks:
     return Ranks(members, dist.get_rank(group), group)
 
 
+# By the default group, which a job has one of: groups over several axes of its meshes, by their ranks.
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> Ranks:
     """Return the ranks that differ from this one along ``axes`` of ``mesh`` only.
 
-    Several axes need a group of their own unless they span the world; creating it is collective over its ranks.
+    Several axes need a group of their own unless they span the world; creating it is collective over its ranks.  A job makes
+    one for these ranks: a group has descriptors and threads.
     """
     if len(axes) == 1:
         return ranks_of_group(mesh.get_group(axes[0]))
@@ -327,7 +335,10 @@ def ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> Ranks:
     assert world is not None
     if len(members) == world.size():
         return ranks_of_group(world)
-    return ranks_of_group(group_of(members))
+    made = _groups.setdefault(world, {})
+    if members not in made:
+        made[members] = group_of(members)
+    return ranks_of_group(made[members])
 
 
 def exchanged_bytes(num_bytes: int) -> int:

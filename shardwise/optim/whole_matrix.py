@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard, TypeVar
 
 import torch
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from shardwise import torch_private
@@ -231,7 +231,6 @@ class WholeMatrixStep:
         self._check(groups)
         self._device = local_of(groups[0][0][0][0]).device  # of the exchanges
         self._meetings: dict[tuple[int, ...], Meeting] = {}
-        self._known_ranks: dict[tuple[DeviceMesh, tuple[int, ...]], Ranks] = {}
         self._matrices: list[Matrix] = []
         leaves = [self._join(params) for params, _ in groups]
         self.optimizer = make(
@@ -456,10 +455,7 @@ class WholeMatrixStep:
         assert isinstance(param, DTensor)
         mesh = param.device_mesh
         cut = [a for a, p in enumerate(param.placements) if not isinstance(p, Replicate) and mesh.size(a) > 1]
-        key = (mesh, tuple(cut))
-        if key not in self._known_ranks:
-            self._known_ranks[key] = ranks_along(mesh, cut)
-        return self._known_ranks[key]
+        return ranks_along(mesh, cut)
 
     def _assign(self, meeting: Meeting, matrices: list[Matrix]) -> None:
         ranks = meeting.ranks

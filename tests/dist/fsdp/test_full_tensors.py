@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import islice
 from typing import Any
 
@@ -14,11 +15,12 @@ from helpers.models import MODELS, build
 from helpers.ranks import FOUR, on_ranks
 from helpers.sharded import build_sharded, loss_of
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from shardwise import ConfigError, DesyncError, full_state_dict, full_tensors, fully_shard, replicate, shard_model
 
+NAMES = ("replicate", "shard")
 WRAPS: dict[str, Any] = {
     **{name: api.wrap for name, api in APIS.items()},
     "shard_model": lambda model: shard_model(model, min_unit_bytes=0),
@@ -200,3 +202,18 @@ def test_models_on_a_part_of_the_ranks_need_those_alone() -> None:
     model = fully_shard(build("plain", seed=rows.get_local_rank("stage")), mesh=rows["shard"])
     if rows.get_local_rank("stage"):
         assert_same(dict(full_tensors(model)), build("plain", seed=1).state_dict())
+
+
+@on_ranks(4)
+def test_weights_that_are_published_again_and_again_take_no_more_descriptors() -> None:
+    """Of a mesh of two axes that does not span the world: its ranks have a group of their own."""
+    rank = dist.get_rank()
+    meshes = [DeviceMesh("cpu", [[0, 1]], mesh_dim_names=NAMES), DeviceMesh("cpu", [[2, 3]], mesh_dim_names=NAMES)]
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=meshes[rank // 2])
+    full_state_dict(model)
+    counts: list[int] = []
+    for _ in range(3):
+        full_state_dict(model)
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[0] == counts[-1]
