@@ -86,6 +86,7 @@ class Engine:
         checks: checks of user programs, which listen to the events of this engine.
         refuse: raises when a pass begins, while parameters are away (``asleep``); else None.
         awaits_backward: a forward has built a graph since the last backward.
+        left_at: at which event an exception has ended a pass in which a backend gathers; None: at none since ranks compared.
         post_optim_event: the event that the next step waits for instead of all earlier work; used once.
         logs: ``TORCH_LOGS=fsdp`` was on when the last forward of the root began.  divergence: None if ranks run the same units.
     """
@@ -110,6 +111,7 @@ class Engine:
         self._owners: set[Unit] = set()  # units with tied parameters that other units use
         self._plain: list[Unit] = []  # units whose parameters may stay registered while they are sharded
         self.awaits_backward = False
+        self.left_at: int | None = None
         self.divergence: Divergence | None = None
         live_engines.add(self)
         for tell in on_new_units:
@@ -249,6 +251,8 @@ class Engine:
             track = self.exec_order.track
             track.num_forwards, track.running = track.num_forwards + 1, "forward"
         self.exec_order.begin(is_aside)
+        if not is_aside:
+            self._compare_left()
         try:
             self.enter_pass("forward")
         except BaseException:
@@ -447,6 +451,7 @@ class Engine:
         if self.end is not None:
             self.abort_backward()
         self.awaits_backward = False
+        self._compare_left()
         self.manual.check_completed("a backward")
         if self.divergence is not None:
             self.divergence.begin("backward")
@@ -562,6 +567,7 @@ class Engine:
         """Clean up after a backward that raised: drop its gradients and reductions, and reshard what no forward uses."""
         self.end = None  # first, so that the destructor of the callback does not clean up a second time
         self.manual.abort_backward()
+        self._note_left()
         self.comm_ctx.pass_tracker.abort()
         self.reductions.cancel()
         self._running.clear()
@@ -690,6 +696,7 @@ class Engine:
 
     def reset(self) -> None:
         """Reshard every unit; unsynced gradients of earlier backwards stay."""
+        self._note_left()
         self.exec_order.track.running = ""
         self.forwards.clear()
         self.comm_ctx.pass_tracker.abort()
@@ -698,6 +705,19 @@ class Engine:
         for unit in self.units:
             unit.abandon()
         self.exec_order.forget()
+
+    def _note_left(self) -> None:
+        """Note where an exception ends a pass in which a backend gathers: it pairs gathers by how many ranks have launched."""
+        in_pass = self.comm_ctx.pass_tracker.number is not None and self.divergence is None
+        if in_pass and any(unit.memory.is_collective and unit.memory.link is None for unit in self.units):
+            self.left_at = self.exec_order.track.count
+
+    def _compare_left(self) -> None:
+        """Raise DesyncError if other ranks have left no pass since, or at another place: gathers would be of other units."""
+        if self.left_at is not None and self.exec_order.mismatch_check is not None:
+            place = f"after event {self.left_at} of its forwards and backwards"
+            self.exec_order.mismatch_check.check_facts("places where an exception was caught", [place])
+        self.left_at = None
 
 
 def engine_of(unit: Unit) -> Engine | None:

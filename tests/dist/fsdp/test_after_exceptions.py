@@ -12,7 +12,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from shardwise import DesyncError, StateError, fully_shard, register_fsdp_forward_method, replicate
+from shardwise import (
+    DesyncError,
+    StateError,
+    fully_shard,
+    register_fsdp_forward_method,
+    replicate,
+    set_default_transport,
+)
 
 
 class Lookup(nn.Module):
@@ -176,7 +183,7 @@ class _NoMemory(torch.Tensor):
 
 @on_ranks(2)
 def test_the_divide_factor_cannot_change_while_sums_over_shards_wait() -> None:
-    model = nn.Linear(4, 4)
+    model: Any = nn.Linear(4, 4)
     fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
     model.set_requires_all_reduce(False)
     model(torch.ones(2, 4)).sum().backward()
@@ -241,3 +248,60 @@ def test_a_backward_that_raised_on_one_rank_leaves_the_next_step_whole(api: Any)
     model.raises = False
     model.zero_grad()
     assert [*losses, *_train(model, x)] == pytest.approx(_train(plain, x, 6))
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.raises = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, each in enumerate(self.blocks):
+            x = each(x)
+            if self.raises and number == 1:
+                raise ValueError
+        return x
+
+
+def _chain() -> Chain:
+    torch.manual_seed(0)
+    model = Chain()
+    for each in (*model.blocks, model):
+        fully_shard(each)
+    return model
+
+
+@on_ranks(2)
+def test_an_exception_that_one_rank_has_caught_is_named_where_a_backend_gathers() -> None:
+    set_default_transport("gloo")
+    try:
+        model, x = _chain(), torch.ones(2, 4)
+        with torch.no_grad():
+            expected = model(x)
+            model.raises = dist.get_rank() == 0
+            if dist.get_rank() == 0:
+                with pytest.raises(ValueError):
+                    model(x)
+            model.raises = False
+            with pytest.raises(DesyncError):
+                model(x)
+                model(x)  # rank 1 may end the forward that rank 0 has left, by gathers of this one
+        assert expected.isfinite().all()
+    finally:
+        set_default_transport("auto")
+
+
+@on_ranks(2)
+def test_an_exception_that_all_ranks_have_caught_at_one_place_leaves_the_model() -> None:
+    set_default_transport("gloo")
+    try:
+        model, x = _chain(), torch.ones(2, 4)
+        expected = model(x)
+        for _ in range(2):
+            model.raises = True
+            with pytest.raises(ValueError):
+                model(x)
+            model.raises = False
+            torch.testing.assert_close(model(x), expected)
+    finally:
+        set_default_transport("auto")
