@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from helpers.compare import local
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Optimizer
 
@@ -139,8 +139,7 @@ def digest(model: nn.Module) -> str:
     """Return a text that is the same for the same bits of this rank's parameters."""
     found = hashlib.sha256()
     for param in model.parameters():
-        local = param.to_local() if isinstance(param, DTensor) else param
-        found.update(local.detach().contiguous().numpy().tobytes())
+        found.update(local(param).detach().contiguous().numpy().tobytes())
     return found.hexdigest()[:16]
 
 

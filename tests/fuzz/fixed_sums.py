@@ -7,15 +7,16 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from helpers.compare import full
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.nn.functional import dropout
 
 import shardwise
@@ -26,6 +27,7 @@ from fuzz.phases import Play
 from fuzz.programs import Programs
 from fuzz.render import render
 from fuzz.shrink import candidates as smaller_cases
+from fuzz.shrink import plainer, put
 from fuzz.weights import ODDMENTS, Weights, table
 from fuzz.zoo import unbox
 from shardwise.checkpoint import finish, load, save
@@ -129,17 +131,14 @@ def draw(seed: int, num_ranks: int) -> Fixed:
 def candidates(case: Fixed) -> Iterator[Fixed]:
     """Yield smaller programs."""
     for number in range(len(case.steps) if len(case.steps) > 1 else 0):
-        yield replace(case, steps=case.steps[:number] + case.steps[number + 1 :])
+        yield replace(case, steps=put(case.steps, number))
     for other in smaller_cases(_as_case(case)):
         if other.model != case.model:
             yield replace(case, model=other.model)
-    plain = Fixed(case.seed, case.num_ranks, case.model, case.steps)
-    for name in (field.name for field in fields(Fixed) if getattr(case, field.name) != getattr(plain, field.name)):
-        yield replace(case, **{name: getattr(plain, name)})
+    yield from plainer(case)
     for number, step in enumerate(case.steps):
-        for name in (field.name for field in fields(Step) if getattr(step, field.name) != getattr(Step(), field.name)):
-            simpler = replace(step, **{name: getattr(Step(), name)})
-            yield replace(case, steps=(*case.steps[:number], simpler, *case.steps[number + 1 :]))
+        for simpler in plainer(step):
+            yield replace(case, steps=put(case.steps, number, simpler))
 
 
 # ---- on the ranks ----
@@ -242,7 +241,7 @@ class _Run:
 
     def params(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, param in self.model.named_parameters():
-            yield name, param.full_tensor() if isinstance(param, DTensor) else param.detach()
+            yield name, full(param.detach())
 
 
 Answer = list[tuple[str, str]]

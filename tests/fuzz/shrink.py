@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from typing import Any, TypeVar, cast
 
 from fuzz.actions import Action
-from fuzz.case import Case, Contender, Model, Node, Segment, Settings, node_at
+from fuzz.case import Case, Contender, Model, Node, Segment, node_at
 from fuzz.eligible import peer_of, suits
 from fuzz.nodes import Place, places
 
-T = TypeVar("T", Action, Settings)
 C = TypeVar("C")
 
 
@@ -30,6 +29,27 @@ def smallest(case: C, fails: Callable[[C], bool], candidates: Callable[[C], Iter
     return case
 
 
+def fewer(values: tuple[C, ...]) -> Iterator[tuple[C, ...]]:
+    """Yield ``values`` without some in a row, many of them first."""
+    size = (len(values) + 1) // 2
+    while size:
+        for start in range(0, len(values) - size + 1, size):
+            yield (*values[:start], *values[start + size :])
+        size //= 2
+
+
+def put(values: tuple[C, ...], number: int, *new: C) -> tuple[C, ...]:
+    """Return ``values`` with ``new``, or nothing, in the place of the one at ``number``."""
+    return (*values[:number], *new, *values[number + 1 :])
+
+
+def plainer(value: C) -> Iterator[C]:
+    """Yield the dataclass ``value`` with one field as by default."""
+    for field in fields(cast(Any, value)):
+        if field.default is not MISSING and getattr(value, field.name) != field.default:
+            yield cast(C, replace(cast(Any, value), **{field.name: field.default}))
+
+
 def shrink(case: Case, fails: Callable[[Case], bool], max_tries: int = 200) -> Case:
     """Return the smallest case that was found to fail; ``fails`` is asked at most ``max_tries`` times."""
     return smallest(case, fails, lambda found: filter(None, map(_valid, candidates(found))), max_tries)
@@ -43,11 +63,11 @@ def only(case: Case, contender: Contender) -> Case:
 
 def candidates(case: Case) -> Iterator[Case]:
     """Yield smaller cases, the much smaller ones first."""
-    for actions in _fewer(case.actions):
+    for actions in fewer(case.actions):
         yield replace(case, actions=actions)
     for model in _smaller_models(case.model):
         yield replace(case, model=_with_fitting_ties(model))
-    for settings in _simpler(case.settings):
+    for settings in plainer(case.settings):
         if settings.arithmetic == case.settings.arithmetic:
             yield replace(case, settings=settings)
     for num_ranks in (1, 2):
@@ -55,7 +75,7 @@ def candidates(case: Case) -> Iterator[Case]:
             yield replace(case, num_ranks=num_ranks)
     for number, action in enumerate(case.actions):
         for simpler in _simpler(action):
-            yield replace(case, actions=(*case.actions[:number], simpler, *case.actions[number + 1 :]))
+            yield replace(case, actions=put(case.actions, number, simpler))
 
 
 def _valid(case: Case) -> Case | None:
@@ -64,27 +84,16 @@ def _valid(case: Case) -> Case | None:
     return replace(case, contenders=able) if able[:1] == case.contenders[:1] else None
 
 
-def _fewer(actions: tuple[Action, ...]) -> Iterator[tuple[Action, ...]]:
-    size = (len(actions) + 1) // 2
-    while size:
-        for start in range(0, len(actions) - size + 1, size):
-            yield (*actions[:start], *actions[start + size :])
-        size //= 2
-
-
-def _simpler(value: T) -> Iterator[T]:
-    """Yield ``value`` with one field as by default, or a number nearer to 0."""
-    kind = cast("type[Any]", type(value))
-    plain = kind()
-    for field in fields(value):
-        found, default = getattr(value, field.name), getattr(plain, field.name)
-        if found != default:
-            yield cast(T, replace(cast(Any, value), **{field.name: default}))
+def _simpler(action: Action) -> Iterator[Action]:
+    """Yield ``action`` with one field as by default, or a number nearer to 0."""
+    yield from plainer(action)
+    for field in fields(action):
+        found = getattr(action, field.name)
         is_count = isinstance(found, int) and not isinstance(found, bool) and found > 1
         if is_count and field.name in ("index", "param", "unit", "alias", "gate"):
             for smaller in (0, 1, found // 2):
-                if smaller not in (found, default):
-                    yield cast(T, replace(cast(Any, value), **{field.name: smaller}))
+                if smaller not in (found, field.default):
+                    yield replace(action, **{field.name: smaller})
 
 
 # ---- models ----
@@ -92,13 +101,13 @@ def _simpler(value: T) -> Iterator[T]:
 
 def _smaller_models(model: Model) -> Iterator[Model]:
     for number in range(len(model.units) - 1):
-        yield replace(model, units=(*model.units[:number], *model.units[number + 1 :]))
+        yield replace(model, units=put(model.units, number))
     for number in range(len(model.ties)):
-        yield replace(model, ties=(*model.ties[:number], *model.ties[number + 1 :]))
+        yield replace(model, ties=put(model.ties, number))
     for number, group in enumerate(model.units):
         for place in group if len(group) > 1 else ():
             rest = tuple(each for each in group if each != place)
-            yield replace(model, units=(*model.units[:number], rest, *model.units[number + 1 :]))
+            yield replace(model, units=put(model.units, number, rest))
     for place, node in reversed(list(places(model.root))):
         if place:
             yield from _without(model, place)
@@ -122,15 +131,13 @@ def _with_fitting_ties(model: Model) -> Model:
 def _simpler_nodes(node: Node) -> Iterator[Node]:
     if node.kind == "Stack":
         for number, segment in enumerate(node.segments):
-            rest = (*node.segments[:number], *node.segments[number + 1 :])
             if len(node.segments) > 1:
-                yield replace(node, segments=rest)
+                yield replace(node, segments=put(node.segments, number))
             if segment.recompute:
-                kept = Segment(segment.children)
-                yield replace(node, segments=(*node.segments[:number], kept, *node.segments[number + 1 :]))
+                yield replace(node, segments=put(node.segments, number, Segment(segment.children)))
             for at in range(len(segment.children) if len(segment.children) > 1 else 0):
-                fewer = replace(segment, children=(*segment.children[:at], *segment.children[at + 1 :]))
-                yield replace(node, segments=(*node.segments[:number], fewer, *node.segments[number + 1 :]))
+                rest = replace(segment, children=put(segment.children, at))
+                yield replace(node, segments=put(node.segments, number, rest))
         return
     if node.frozen:
         yield replace(node, frozen=False)
@@ -149,9 +156,7 @@ def _put(root: Node, place: Place, node: Node) -> Node:
     if not place:
         return node
     first, rest = place[0], place[1:]
-    children = list(root.children)
-    children[first] = _put(children[first], rest, node)
-    return replace(root, children=tuple(children))
+    return replace(root, children=put(root.children, first, _put(root.children[first], rest, node)))
 
 
 def _without(model: Model, place: Place) -> Iterator[Model]:
@@ -164,7 +169,7 @@ def _without(model: Model, place: Place) -> Iterator[Model]:
         replace(segment, children=tuple(each - (each > number) for each in segment.children if each != number))
         for segment in node.segments
     ]
-    children = (*node.children[:number], *node.children[number + 1 :])
+    children = put(node.children, number)
     smaller = replace(node, children=children, segments=tuple(each for each in segments if each.children))
 
     def moved(old: Place) -> Place | None:

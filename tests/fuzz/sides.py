@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from helpers.compare import gradient_of
+from helpers.compare import full, gradient_of, local
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -119,7 +119,7 @@ class Side:
     def clip_norm(self, params: list[nn.Parameter], bound: float, norm_type: float) -> Tensor:
         """Clip by norm as a user of this API does."""
         norm = torch.nn.utils.clip_grad_norm_(params, bound, norm_type)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return full(norm)
 
     def unit(self, path: str) -> Any:
         """Return the module at ``path`` for its ``set_*`` and other methods."""
@@ -196,7 +196,7 @@ class Side:
 
     def local(self, tensor: Tensor) -> Tensor:
         """Return the local tensor."""
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local(tensor)
 
     def locals(self) -> dict[str, Held]:
         """Return the local tensors of all parameters: like ``.data``, what a conversion leaves behind."""

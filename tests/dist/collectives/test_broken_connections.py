@@ -26,6 +26,8 @@ LARGE = 1 << 23  # elements; much more than sockets hold
 # What gloo says itself, where it does; not that time is up.
 BROKEN = "the connection to rank 1 was closed in the middle of a transfer|Connection closed by peer|reset by peer"
 Group = dist.ProcessGroup
+# The end of a group waits for its threads with the GIL in hand, for which one may wait to let go of what it has not sent.
+kept: list[Group] = []
 
 
 class At(NamedTuple):
@@ -41,6 +43,7 @@ def patient_group(timeout_s: float = 600.0) -> Iterator[Group]:
     """Give a group whose timeout is longer than a test may take."""
     group = dist.new_group(timeout=timedelta(seconds=timeout_s))
     assert isinstance(group, Group)
+    kept.append(group)
     dist.barrier(group)  # who breaks off at once would take those along that are still connecting
     yield group
     dist.barrier()  # a rank that destroys the group closes connections that another rank may still query

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from random import Random
-from typing import Any, TypeVar, cast
+
+from fuzz.shrink import fewer, plainer, put
 
 KINDS = ("sharded", "kept", "int", "hsdp", "replicate", "shard_model", "merged")
 TRANSPORTS = ("auto", "gloo", "collective")
 LAYERS = ("plain", "inner", "experts")
 STYLES = ("tower", "drop", "exit", "shuffle", "same")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,62 +269,39 @@ class _Draw:
 
 def candidates(case: Case) -> Iterator[Case]:
     """Yield smaller cases, the much smaller ones first.  Some are not valid, see :func:`is_valid`."""
-    yield from (replace(case, steps=steps) for steps in _shorter(case.steps))
+    yield from (replace(case, steps=steps) for steps in fewer(case.steps))
     if case.num_ranks > 2:
         steps = tuple(replace(step, ranks=step.ranks[: case.num_ranks // 2]) for step in case.steps)
         yield replace(case, num_ranks=case.num_ranks // 2, steps=steps)
-    yield from (replace(case, layers=layers) for layers in _shorter(case.layers) if layers)
-    yield from _plainer(case, case)
+    yield from (replace(case, layers=layers) for layers in fewer(case.layers) if layers)
+    yield from plainer(case)
     for number, layer in enumerate(case.layers):
-        for plain in _plainer(layer, LayerSpec()):
-            yield replace(case, layers=_put(case.layers, number, plain))
+        for plain in plainer(layer):
+            yield replace(case, layers=put(case.layers, number, plain))
     for number, step in enumerate(case.steps):
         for smaller in _smaller_steps(step):
-            yield replace(case, steps=_put(case.steps, number, smaller))
+            yield replace(case, steps=put(case.steps, number, smaller))
 
 
 def _smaller_steps(step: Step) -> Iterator[Step]:
     if len(set(step.ranks)) > 1:
         for rank, ways in enumerate(step.ranks):
-            for fewer in _shorter(ways):
-                yield replace(step, ranks=_put(step.ranks, rank, fewer))
-    yield from _plainer(step, step)
+            for shorter in fewer(ways):
+                yield replace(step, ranks=put(step.ranks, rank, shorter))
+    yield from plainer(step)
     for rank, ways in enumerate(step.ranks):
         for number, way in enumerate(ways):
-            smaller = [replace(way, calls=calls) for calls in _shorter(way.calls)]
-            smaller += _plainer(way, Way())
+            smaller = [replace(way, calls=calls) for calls in fewer(way.calls)]
+            smaller += plainer(way)
             for place, call in enumerate(way.calls):
-                smaller += [replace(way, calls=_put(way.calls, place, plain)) for plain in _plainer(call, Call())]
+                smaller += [replace(way, calls=put(way.calls, place, plain)) for plain in plainer(call)]
             if way.forwards > 1:
                 smaller.append(replace(way, forwards=1))
             for each in smaller:
-                yield replace(step, ranks=_put(step.ranks, rank, _put(ways, number, each)))
+                yield replace(step, ranks=put(step.ranks, rank, put(ways, number, each)))
     if len(set(step.ranks)) == 1 and len(step.ranks) > 1:
-        for fewer in _smaller_steps(replace(step, ranks=step.ranks[:1])):
-            yield replace(fewer, ranks=fewer.ranks * len(step.ranks))
-
-
-def _shorter(values: tuple[T, ...]) -> Iterator[tuple[T, ...]]:
-    size = (len(values) + 1) // 2
-    while size:
-        for start in range(0, len(values) - size + 1, size):
-            yield (*values[:start], *values[start + size :])
-        size //= 2
-
-
-def _plainer(value: T, plain: T) -> Iterator[T]:
-    """Yield ``value`` with one field that is no collection, or ``prefetch``, as by default."""
-    for field in fields(cast(Any, value)):
-        default: Any = field.default
-        if isinstance(default, str | int | bool) or field.name == "prefetch":
-            if field.name == "layer":
-                default = 0
-            if getattr(value, field.name) != default:
-                yield cast(T, replace(cast(Any, value), **{field.name: default}))
-
-
-def _put(values: tuple[T, ...], number: int, value: T) -> tuple[T, ...]:
-    return (*values[:number], value, *values[number + 1 :])
+        for each in _smaller_steps(replace(step, ranks=step.ranks[:1])):
+            yield replace(each, ranks=each.ranks * len(step.ranks))
 
 
 def is_valid(case: Case) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from helpers.compare import gradient_of
+from helpers.compare import full, gradient_of, local, own_part
 from helpers.inside import parts_from
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -142,8 +142,8 @@ class Signs(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         for param in (each for group in self.param_groups for each in group["params"]):
             if param.grad is not None:
-                local, gradient = _local(param), _local(param.grad)
-                local.sub_((gradient * 2.0**20).round().sign()).clamp_(-1, 1)
+                mine, gradient = local(param), local(param.grad)
+                mine.sub_((gradient * 2.0**20).round().sign()).clamp_(-1, 1)
 
 
 @dataclass(frozen=True)
@@ -152,10 +152,6 @@ class Pass:
 
     kind: int
     way: Way
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def inputs(case: Case, number: int, rank: int, micro: int) -> torch.Tensor:
@@ -355,8 +351,7 @@ class _OnRank:
 
     def _end(self, number: int, step: Step) -> None:
         if step.clip:
-            norm = self._clip(step)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            norm = full(self._clip(step))
             self._compare(
                 f"step {number}: norm",
                 norm,
@@ -383,21 +378,10 @@ class _OnRank:
             if mine is not its:
                 self.differences.append(f"{name}: {mine}, expected {its}")
             return
-        part = (_part_of(its, mine) if isinstance(mine, DTensor) else its).double()
-        found = _local(mine).double()
+        part = (own_part(its, mine) if isinstance(mine, DTensor) else its).double()
+        found = local(mine).double()
         if found.shape != part.shape or (found - part).abs().gt(tolerance * part.abs().clamp(min=1.0)).any():
             self.differences.append(f"{name}: {found.tolist()}, expected {part.tolist()}")
-
-
-def _part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """Return the part of ``whole`` that this rank has of ``like``."""
-    for dim, placement in enumerate(like.placements):
-        if placement.is_shard():
-            along = cast(Any, placement).dim
-            parts = whole.chunk(like.device_mesh.size(dim), along)
-            number = like.device_mesh.get_local_rank(dim)
-            whole = parts[number] if number < len(parts) else whole.narrow(along, 0, 0)
-    return whole
 
 
 def run_rank(cases: list[Case], expected: list[Outcome]) -> list[list[str]]:
