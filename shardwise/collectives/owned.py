@@ -404,14 +404,6 @@ _Object = TypeVar("_Object")
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
-    """A 1-D contiguous tensor whose values are valid on group rank ``owner``."""
-
-    owner: int
-    tensor: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class Broadcast:
     """One broadcast: a single tensor in place, or several of one dtype and device, packed."""
 
@@ -448,15 +440,16 @@ class BroadcastHandle:
             raise RuntimeError("another rank has reported that it failed")  # _explaining() says why
 
 
-def plan_broadcasts(owned: Iterable[Owned]) -> tuple[Broadcast, ...]:
+def plan_broadcasts(owned: Iterable[tuple[int, torch.Tensor]]) -> tuple[Broadcast, ...]:
     """Combine tensors into few broadcasts: large ones are sent in place, small ones are packed per owner.
 
-    The order depends only on the order, owners, sizes, dtypes and devices of ``owned``.  It alternates owners, so that
+    ``owned``: 1-D contiguous tensors, with the group rank whose values count.  The order depends only on the order, owners,
+    sizes, dtypes and devices of ``owned``.  It alternates owners, so that
     all ranks send at the same time.
     """
     packs: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
     calls: list[Broadcast] = []
-    for owner, tensor in ((item.owner, item.tensor) for item in owned if item.tensor.numel()):
+    for owner, tensor in ((owner, tensor) for owner, tensor in owned if tensor.numel()):
         if tensor.nbytes >= PACK_BELOW_BYTES:
             calls.append(Broadcast(owner, (tensor,)))
             continue
