@@ -403,6 +403,9 @@ PACK_UPTO_BYTES = 8 * 1024 * 1024
 _Object = TypeVar("_Object")
 
 
+Owned = tuple[int, torch.Tensor]  # a group rank, and a 1-D contiguous tensor whose values are valid there
+
+
 @dataclass(frozen=True, slots=True)
 class Broadcast:
     """One broadcast: a single tensor in place, or several of one dtype and device, packed."""
@@ -440,11 +443,10 @@ class BroadcastHandle:
             raise RuntimeError("another rank has reported that it failed")  # _explaining() says why
 
 
-def plan_broadcasts(owned: Iterable[tuple[int, torch.Tensor]]) -> tuple[Broadcast, ...]:
+def plan_broadcasts(owned: Iterable[Owned]) -> tuple[Broadcast, ...]:
     """Combine tensors into few broadcasts: large ones are sent in place, small ones are packed per owner.
 
-    ``owned``: 1-D contiguous tensors, with the group rank whose values count.  The order depends only on the order, owners,
-    sizes, dtypes and devices of ``owned``.  It alternates owners, so that
+    The order depends only on the order, owners, sizes, dtypes and devices of ``owned``.  It alternates owners, so that
     all ranks send at the same time.
     """
     packs: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}

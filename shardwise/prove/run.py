@@ -171,8 +171,7 @@ def _run(terms: Terms, words: Sequence[str], nproc: int, limit_s: float, receive
             received.extend([signal.SIGTERM] * 2)
 
     with ExitStack() as stack:
-        output = None if log is None else stack.enter_context(log.open("wb")).fileno()
-        place = LaunchContext(output=output, each_poll=look)
+        place = LaunchContext(output=log and stack.enter_context(log.open("wb")).fileno(), each_poll=look)
         program = UserProgram("module", ("shardwise.prove.bootstrap", json.dumps(asdict(terms)), *words), place)
         outcome = run_program(program, nproc, received, folder)
     was_stopped = bool(received) and not is_ended

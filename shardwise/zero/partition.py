@@ -19,6 +19,7 @@ from shardwise import torch_private
 from shardwise.arguments import Extent, find_shared
 from shardwise.collectives.owned import (
     Broadcast,
+    Owned,
     OwnedSlice,
     add_loads,
     boxes,
@@ -283,9 +284,7 @@ def with_gradients(gradients: Iterable[tuple[LocalSlice, torch.Tensor | None]]) 
             tensor.grad = gradient
 
 
-def owned_views(
-    slices: Iterable[OwnedSlice], params: Sequence[torch.Tensor], moving: Sequence[bool]
-) -> list[tuple[int, torch.Tensor]]:
+def owned_views(slices: Iterable[OwnedSlice], params: Sequence[torch.Tensor], moving: Sequence[bool]) -> list[Owned]:
     """Return 1-D views of the moving slices with their owners, sorted by owner, dtype and device."""
     found = [
         (owned_slice.owner, view_of(owned_slice, params[owned_slice.tensor]).view(-1))
