@@ -56,28 +56,6 @@ _HAVE_STATE = {f"{_MADE}{module} {name}" for name, module in _STATEFUL.items()}
 _INTO = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")  # opcodes that change a value on the stack
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """Return DCP's metadata of a folder.  Nothing in it is executed; memory is a small multiple of its files.
-
-    Raises: CheckpointError if it is anything but what DCP writes, or refers to files outside the folder.
-    """
-    what = f"{folder / NAME}: not the metadata of a DCP checkpoint"
-    try:
-        data = read_bytes(folder, NAME, MOST_BYTES)
-        _scan(data)
-        found = _MetadataUnpickler(io.BytesIO(data)).load()
-        if not isinstance(found, Metadata):
-            raise CheckpointError(f"{folder / NAME}: holds a {type(found).__name__}, expected DCP's Metadata")
-        _check_storage(folder, found)
-        _check_tensors(found)
-    except CheckpointError:
-        raise
-    except Exception as error:  # an unpickler can raise anything
-        raise CheckpointError(f"{what}: {error}") from error
-    found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
-    return found
-
-
 class _Item(NamedTuple):
     """A value on a pickle's stack: its nesting depth, and its text or its class."""
 
@@ -189,8 +167,25 @@ class TorchDcpReader(FileSystemReader):
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata.  Raises: CheckpointError if it contains anything but what DCP writes."""
-        return read_metadata(Path(self.path))
+        """Return the metadata.  Nothing in it is executed; memory is a small multiple of its files.
+
+        Raises: CheckpointError if it is anything but what DCP writes, or refers to files outside the folder.
+        """
+        folder = Path(self.path)
+        try:
+            data = read_bytes(folder, NAME, MOST_BYTES)
+            _scan(data)
+            found = _MetadataUnpickler(io.BytesIO(data)).load()
+            if not isinstance(found, Metadata):
+                raise CheckpointError(f"{folder / NAME}: holds a {type(found).__name__}, expected DCP's Metadata")
+            _check_storage(folder, found)
+            _check_tensors(found)
+        except CheckpointError:
+            raise
+        except Exception as error:  # an unpickler can raise anything
+            raise CheckpointError(f"{folder / NAME}: not the metadata of a DCP checkpoint: {error}") from error
+        found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
+        return found
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan requests; objects other than tensors may only be plain values."""

@@ -135,20 +135,14 @@ def share_out(held_by_rank: Sequence[Sequence[Held]]) -> tuple[Write, ...]:
 def _make_up(windows: Iterable[Window], shape: Sequence[int]) -> bool:
     """Return True if ``windows`` cover each element of a tensor once."""
     found = sorted(windows)
-    return bool(found) and sum(each.numel for each in found) == prod(shape) and overlapping(found) is None
-
-
-def overlapping(windows: Sequence[Window]) -> tuple[Window, Window] | None:
-    """Return two of the sorted ``windows`` that overlap, or None."""
     open_: list[Window] = []
-    for window in windows:
+    for window in found:
         if window.offsets:
             open_ = [other for other in open_ if other.offsets[0] + other.sizes[0] > window.offsets[0]]
-        clash = next((other for other in open_ if window.numel and other.meet(window)), None)
-        if clash is not None:
-            return clash, window
+        if window.numel and any(other.meet(window) for other in open_):
+            return False
         open_.append(window)
-    return None
+    return bool(found) and sum(each.numel for each in found) == prod(shape)
 
 
 @dataclass(frozen=True, slots=True)

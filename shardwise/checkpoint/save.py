@@ -274,30 +274,28 @@ class Saver:
         what = f"{self.folder}: the save of step {step} did not start"
         exchange = partial(together, self._store_gather, what)
         opened: list[SaveId] = []
+        mine: list[tuple[Contents, str, BufferCheck, ParameterCheck | None]] = []
 
         def begin() -> list[Any]:
-            nonlocal contents, text, checks
             contents = collect()
-            checks = BufferCheck(contents, buffers, self.rank), None
-            text = held_to_text(contents.held.values())
+            of_buffers, text = BufferCheck(contents, buffers, self.rank), held_to_text(contents.held.values())
             digest = sum_of(text.encode())
-            if self.size > 1:
-                checks = checks[0], ParameterCheck(contents, digest)
+            of_params = ParameterCheck(contents, digest) if self.size > 1 else None
+            mine.append((contents, text, of_buffers, of_params))
             opens = self._open(step, opened) if self.rank == 0 else ""
-            return [opens, digest, checks[0].mark, step, {} if checks[1] is None else checks[1].marks]
+            return [opens, digest, of_buffers.mark, step, {} if of_params is None else of_params.marks]
 
-        contents, text = Contents(), ""
-        checks: tuple[BufferCheck, ParameterCheck | None] = BufferCheck(contents, None, self.rank), None
         try:
             reports = exchange(begin)
+            ((contents, text, of_buffers, of_params),) = mine
             steps = [step for *_, step, _ in reports]  # threads of a rank may save in another order
             other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
             if other is not None:
                 raise CheckpointError(f"{what}: rank 0 saves step {steps[0]}, rank {other} step {steps[other]}")
-            if checks[1] is not None:
-                checks[1].compare(what, [marks for *_, marks in reports], exchange)
+            if of_params is not None:
+                of_params.compare(what, [marks for *_, marks in reports], exchange)
             if len({mark for _, _, mark, *_ in reports}) > 1:
-                checks[0].compare(what, exchange)
+                of_buffers.compare(what, exchange)
             digests = tuple(str(digest) for _, digest, *_ in reports)
             if self._plan is None or self._plan.digests != digests:
                 self._plan = None

@@ -181,7 +181,9 @@ def _show(console: Console, arguments: argparse.Namespace) -> int:
         console.print(table_of_checkpoints([(path, _manifest_or_reason(path)) for path in checkpoints]))
     path = checkpoints[-1]
     manifest = read_manifest(FILES, path)
-    sums = _sums(path, manifest) if arguments.sums else {}
+    source = CheckpointSource(path, manifest)
+    names = sorted(manifest.tensors) if arguments.sums else ()
+    sums = {name: sum_of(bytes_of(source.read(name))) for name in names}
     for table in tables_of_contents(path, manifest, sums):
         console.print(table)
     return 0
@@ -192,11 +194,6 @@ def _manifest_or_reason(path: Path) -> Manifest | str:
         return read_manifest(FILES, path)
     except DamagedCheckpointError as error:  # a list shows damaged checkpoints too
         return str(error)
-
-
-def _sums(path: Path, manifest: Manifest) -> dict[str, str]:
-    source = CheckpointSource(path, manifest)
-    return {name: sum_of(bytes_of(source.read(name))) for name in sorted(manifest.tensors)}
 
 
 def _verify(console: Console, arguments: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from shardwise.cli import (
-    ATTEMPT_VARIABLE,
+    CAUSE_VARIABLE,
     COUNT,
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -96,24 +96,6 @@ def _report(failure: FailedRank, folder: Path | None, records: Path | None) -> N
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
-    """What the ranks of one start are told: the run's folder, and which restart it is.
-
-    ``number`` 0: the first start; ``cause``: of the restart.
-    """
-
-    folder: str
-    number: int = 0
-    cause: str = ""
-
-
-def attempt_from(environment: Mapping[str, str]) -> Attempt | None:
-    """Return what the launcher has told this rank; None without ``--max-restarts``."""
-    text = environment.get(ATTEMPT_VARIABLE)
-    return None if text is None else Attempt(**json.loads(text))
-
-
-@dataclass(frozen=True, slots=True)
 class RestartPolicy:
     """How often ranks are started again, on how few (``min_nproc`` None: always on as many as before), and ``leave_s``.
 
@@ -168,8 +150,8 @@ def launch_ranks(
     ):
         while True:
             told: dict[str, object] = {LAUNCHER_VARIABLE: os.getpid(), STORE_VARIABLE: f"{scratch}/store-{number}"}
-            if terms.max_restarts and folder is not None:
-                told[ATTEMPT_VARIABLE] = json.dumps(asdict(Attempt(str(folder.absolute()), number, cause)))
+            if terms.max_restarts:
+                told |= {"TORCHELASTIC_RESTART_COUNT": number, CAUSE_VARIABLE: cause}
             place = LaunchContext(received, told, network, _SAID, leave_s=terms.leave_s)
             ended = run_ranks(nproc, device_type, (*COMMAND, *words), place)
             code = conclude(ended, received, folder)
@@ -186,7 +168,7 @@ def launch_ranks(
 
 def launch_elastic(terms: RestartPolicy, nproc: int, words: Sequence[str]) -> int:
     """Run the command in processes that outlive each other; return the exit code."""
-    program = UserProgram("module", (COMMAND[1], *words), told={LAUNCHER_VARIABLE: os.getpid()})
+    program = UserProgram("module", (COMMAND[1], *words), LaunchContext(told={LAUNCHER_VARIABLE: os.getpid()}))
     code = _run_elastic(program, terms, nproc)
     return EXIT_FAILED if code == EXIT_FINAL else code
 
@@ -234,7 +216,7 @@ def job_of(environment: Mapping[str, str]) -> str | None:
 
     The same for all ranks and starts of one launcher on a host, and never that of another one.
     """
-    if ATTEMPT_VARIABLE not in environment and "TORCHELASTIC_RESTART_COUNT" not in environment:
+    if "TORCHELASTIC_RESTART_COUNT" not in environment:
         return None
     stat = read_proc(f"{os.getppid()}/stat").rpartition(")")[2].split()
     return json.dumps([host_id(), os.getppid(), *stat[19:20]])  # and its start: a later process may have its pid

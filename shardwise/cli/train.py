@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardwise.cli import (
+    CAUSE_VARIABLE,
     COUNT,
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -44,7 +45,6 @@ from shardwise.cli import (
 from shardwise.cli.local_ranks import (
     LAUNCH_OPTIONS,
     RestartPolicy,
-    attempt_from,
     job_of,
     launch_elastic,
     launch_ranks,
@@ -273,11 +273,7 @@ def _restarted(start: Start, environment: Mapping[str, str]) -> Start:
 
     Raises: ConfigError if it could not find the run again.
     """
-    attempt, job = attempt_from(environment), job_of(environment)
-    if attempt is not None:
-        out = Path(attempt.folder) if start.resume is None else None
-        restart = Restart(attempt.number, attempt.cause) if attempt.number else None
-        return replace(start, out=out, job=job, restart=restart)
+    job = job_of(environment)
     if job is None:
         return start
     if int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) and start.out is None and start.resume is None:
@@ -285,7 +281,7 @@ def _restarted(start: Start, environment: Mapping[str, str]) -> Start:
             "torchrun --max-restarts: a restart would not find its run. Name the run's folder with --out."
         )
     number = int(environment["TORCHELASTIC_RESTART_COUNT"])
-    cause = "torchrun has started all ranks again"
+    cause = environment.get(CAUSE_VARIABLE, "torchrun has started all ranks again")
     return replace(start, job=job, restart=Restart(number, cause) if number else None)
 
 
@@ -514,15 +510,15 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
     _check_memory(request, device_type, nproc, nproc)
     check_start(request.start, request.config)
     request.terms.check(nproc)
-    folder = request.start.resume or request.start.out
-    if request.terms.num_spares is not None:
+    folder, is_elastic = request.start.resume or request.start.out, request.terms.num_spares is not None
+    if is_elastic:
         _check_elastic(request)
-        if request.start.resume is None:
-            words = [*words, "--out", str(new_folder(request.start.out).absolute())]
+    if request.start.resume is None and (is_elastic or request.terms.max_restarts):
+        folder = new_folder(request.start.out)
+        words = [*words, "--out", str(folder.absolute())]  # where the next start of a rank finds its run
+    if is_elastic:
         return launch_elastic(request.terms, nproc, words)
-    if request.terms.max_restarts:
-        folder = request.start.resume or new_folder(request.start.out)
-    elif nproc == 1:
+    if nproc == 1 and not request.terms.max_restarts:
         return run_rank(request, device_type, os.environ)
     return launch_ranks(folder, request.config, request.terms, nproc, device_type, words)
 

@@ -11,7 +11,7 @@ import fnmatch
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from shardwise.collectives.c10d import (
 )
 from shardwise.collectives.routes import (
     BucketEnds,
-    CustomCollectives,
     GatherEnds,
     Handle,
     LeftOut,
@@ -246,7 +245,7 @@ class CodedSection:
     Attributes:
         code: coding of the coded tensors.  dtype: of the section, which has ``numel`` elements.
         runs: the coded ranges: ``coded_numel`` elements with their padding to blocks.
-        rest: (start, elements) of the exact ranges, with the padding between tensors.
+        rest: (start, elements, start among the exact elements) of exact ranges, with the padding between tensors.
     """
 
     code: BlockCode
@@ -254,29 +253,30 @@ class CodedSection:
     numel: int
     runs: tuple[CodedRange, ...]
     coded_numel: int
-    rest: tuple[tuple[int, int], ...]
+    rest: tuple[tuple[int, int, int], ...]
 
     @classmethod
     def of(cls, layout: Bucket, is_coded: Sequence[bool], dtype: torch.dtype, code: BlockCode) -> CodedSection:
         """Return the layout for sections of ``layout`` that codes the tensors for which ``is_coded`` is True."""
         runs: list[CodedRange] = []
-        rest: list[tuple[int, int]] = []
-        coded = end = 0
+        rest: list[tuple[int, int, int]] = []
+        coded = exact = end = 0
         for index, (shard, start) in enumerate(zip(layout.shards, layout.offsets, strict=True)):
             if is_coded[index] and shard.section_numel:
                 if start > end:
-                    rest.append((end, start - end))
+                    rest.append((end, start - end, exact))
+                    exact += start - end
                 runs.append(CodedRange(index, start, shard.section_numel, coded))
                 coded = align(coded + shard.section_numel, code.block)
                 end = start + shard.section_numel
         if layout.section_numel > end:
-            rest.append((end, layout.section_numel - end))
+            rest.append((end, layout.section_numel - end, exact))
         return cls(code, dtype, layout.section_numel, tuple(runs), coded, tuple(rest))
 
     @property
     def rest_numel(self) -> int:
         """Number of exact elements."""
-        return sum(numel for _, numel in self.rest)
+        return sum(numel for _, numel, _ in self.rest)
 
     @property
     def message_bytes(self) -> int:
@@ -315,17 +315,15 @@ class CodedSection:
 
     def put_rest(self, sections: torch.Tensor, messages: torch.Tensor) -> None:
         """Write the exact elements of ``sections`` into ``messages``."""
-        at, target = 0, self._rest_in(messages)
-        for start, numel in self.rest:
-            target.narrow(1, at, numel).copy_(sections.narrow(1, start, numel))
-            at += numel
+        target = self._rest_in(messages)
+        for start, numel, exact in self.rest:
+            target.narrow(1, exact, numel).copy_(sections.narrow(1, start, numel))
 
     def decode(self, messages: torch.Tensor, sections: torch.Tensor) -> None:
         """Decode ``messages`` (R, message_bytes) into ``sections`` (R, numel)."""
-        at, source = 0, self._rest_in(messages)
-        for start, numel in self.rest:
-            sections.narrow(1, start, numel).copy_(source.narrow(1, at, numel))
-            at += numel
+        source = self._rest_in(messages)
+        for start, numel, exact in self.rest:
+            sections.narrow(1, start, numel).copy_(source.narrow(1, exact, numel))
         codes = self.codes_in(messages)
         for _, start, numel, coded in self.runs:
             self.code.decode_run(codes, self.coded_numel, coded, sections.narrow(1, start, numel))
@@ -562,15 +560,10 @@ class CompressedCommunicator(GroupCommunicator):
     """
 
     def __init__(
-        self,
-        compression: Compression,
-        group: dist.ProcessGroup,
-        stream: SideStream,
-        pool: BufferPool,
-        custom: CustomCollectives | None = None,
-        fetch: SideStream | None = None,
+        self, compression: Compression, group: dist.ProcessGroup, stream: SideStream, pool: BufferPool, **options: Any
     ) -> None:
-        super().__init__(group, stream, pool, PassTracker(), custom, fetch)
+        """``options``: as of :class:`GroupCommunicator`."""
+        super().__init__(group, stream, pool, PassTracker(), **options)
         self._compression = compression
 
     def all_gather(self, ends: GatherEnds) -> Handle:
@@ -650,7 +643,7 @@ class CompressedCommunicator(GroupCommunicator):
     def _sum(self, tensor: torch.Tensor, section: CodedSection, params: Sequence[NamedTensor], scale: Scale) -> None:
         """Sum ``tensor`` in place, with the current stream; on the host, wait: for the parts, then for their sums."""
         code, size = section.code, self.size
-        windows = [tensor.narrow(0, start, numel) for start, numel in section.rest]
+        windows = [tensor.narrow(0, start, numel) for start, numel, _ in section.rest]
         if windows:
             exact = torch.cat(windows)
             self.all_reduce_here(exact, scale)

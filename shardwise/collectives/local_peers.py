@@ -308,22 +308,25 @@ def _complete(exchange: StoreExchange, found: Mapping[int, str], ranks: Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What the ranks of a group agreed on.
+class HostGroup:
+    """The ranks of a group whose ranks are processes of one host.
 
     Attributes:
-        exchange: where they may post more for each other.
-        segments, pids: of the ranks, in order; empty if they share no memory.
+        segments: one per rank: a header, then the shared bytes.
+        pids: process ids, which tell a dead rank from a late one.
+        rank: this one.  members: the global rank of each rank, as errors name them.
+        exchange: where ranks post more for each other.
     """
 
-    transport: Transport
+    segments: tuple[Segment, ...]
+    pids: tuple[int, ...]
+    rank: int
+    members: tuple[int, ...]
     exchange: StoreExchange
-    segments: tuple[Segment, ...] = ()
-    pids: tuple[int, ...] = ()
 
 
-def meet(group: dist.ProcessGroup, transport: Transport, num_bytes: int, digest: str) -> Outcome:
-    """Agree with the other ranks of ``group`` on a transport.  Collective.
+def meet(group: dist.ProcessGroup, transport: Transport, num_bytes: int, digest: str) -> HostGroup | Transport:
+    """Return the ranks of ``group`` if they share memory, else the transport that they agree on.  Collective.
 
     Args:
         transport: the one that this rank wants.  num_bytes: of its segment.
@@ -345,14 +348,14 @@ def meet(group: dist.ProcessGroup, transport: Transport, num_bytes: int, digest:
             )
     transport = max((fields[0] for fields in found), key=TRANSPORTS.index)
     if transport != "auto":
-        return Outcome(transport, exchange)
+        return transport
     segments, problem = _open_all(found, exchange, own)
     problems = [*filter(None, _complete(exchange, exchange.gather("opened", problem), range(exchange.size)))]
     if problems:
         if rank == 0:
             _log.warning("ranks %s do not share memory (%s); they use the network", ranks, problems[0])
-        return Outcome(transport, exchange)
-    return Outcome(transport, exchange, segments, tuple(fields[4][0] for fields in found))
+        return transport
+    return HostGroup(segments, tuple(fields[4][0] for fields in found), rank, ranks, exchange)
 
 
 def _create(num_bytes: int) -> tuple[Segment | None, str]:
@@ -404,25 +407,6 @@ _CALL_BITS, _PASS_BITS = 20, 24
 def _stamp(epoch: int, pass_number: int, call: int = 0) -> int:
     """Return a number that grows with the epoch, then with the pass of the epoch, then with the call of the pass."""
     return (epoch << _PASS_BITS | pass_number) << _CALL_BITS | call
-
-
-@dataclass(frozen=True, slots=True)
-class HostGroup:
-    """The ranks of a group whose ranks are processes of one host.
-
-    Attributes:
-        segments: one per rank: a header, then the shared bytes.
-        pids: process ids, which tell a dead rank from a late one.
-        rank: this one.  members: the global rank of each rank, as errors name them.
-        places_of: ``places_of(rank, number)`` returns where the sections of ``rank`` lie, per bucket of the link, as that
-            rank published them for the ``number``-th time.
-    """
-
-    segments: tuple[Segment, ...]
-    pids: tuple[int, ...]
-    rank: int
-    members: tuple[int, ...]
-    places_of: Callable[[int, int], Sequence[ArenaPlace]]
 
 
 class LocalPeers:

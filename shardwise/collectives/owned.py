@@ -414,12 +414,7 @@ PACK_UPTO_BYTES = 8 * 1024 * 1024
 _Object = TypeVar("_Object")
 
 
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """A 1-D contiguous tensor whose values are valid on group rank ``owner``."""
-
-    owner: int
-    tensor: torch.Tensor
+Owned = tuple[int, torch.Tensor]  # a group rank, and a 1-D contiguous tensor whose values are valid there
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,7 +462,7 @@ def plan_broadcasts(owned: Iterable[Owned]) -> tuple[Broadcast, ...]:
     """
     packs: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
     calls: list[Broadcast] = []
-    for owner, tensor in ((item.owner, item.tensor) for item in owned if item.tensor.numel()):
+    for owner, tensor in ((owner, tensor) for owner, tensor in owned if tensor.numel()):
         if tensor.nbytes >= PACK_BELOW_BYTES:
             calls.append(Broadcast(owner, (tensor,)))
             continue

@@ -178,12 +178,9 @@ class NamedTensor(Protocol):
 
 
 class SectionContents(Protocol):
-    """The contents of a section."""
+    """The contents of a section.  ``layout``: where the part of every tensor lies."""
 
-    @property
-    def layout(self) -> Bucket:
-        """Where the part of every tensor lies."""
-        ...
+    layout: Bucket
 
     @property
     def params(self) -> Sequence[NamedTensor]:
@@ -195,17 +192,14 @@ class SumContents(SectionContents, Protocol):
     """The contents of a section that is summed.
 
     Attributes:
+        label: what is summed; the same on every rank.
         number: how many sums of these parameters came before, including those that were skipped on purpose.
         checksum: by which ranks notice that they sum different things if the backend sums; None for no check.
     """
 
+    label: str
     number: int
     checksum: ReductionChecksum | None
-
-    @property
-    def label(self) -> str:
-        """What is summed; the same on every rank."""
-        ...
 
 
 class BucketEnds(SectionContents, Protocol):
@@ -256,21 +250,19 @@ class GatherEnds(Protocol):
 
 
 class ScatterEnds(SectionContents, Protocol):
-    """The two ends of a reduce-scatter."""
+    """The two ends of a reduce-scatter.
 
-    @property
-    def label(self) -> str:
-        """What is reduced; the same on every rank.  Transports that can compare contents compare it."""
-        ...
+    Attributes:
+        label: what is reduced; the same on every rank.  Transports that can compare contents compare it.
+        dtype: in which gradients are summed.
+    """
+
+    label: str
+    dtype: torch.dtype
 
     @property
     def section_numel(self) -> int:
         """Number of elements of one section."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype in which gradients are summed."""
         ...
 
     def fill(self, packed: torch.Tensor) -> None:
@@ -531,12 +523,9 @@ class LinkedBucket(Protocol):
 
 
 class LinkedUnit(Protocol):
-    """The part of a unit that links use."""
+    """The part of a unit that links use.  ``main_buckets``: the sections that are all-gathered."""
 
-    @property
-    def main_buckets(self) -> Sequence[LinkedBucket]:
-        """The sections that are all-gathered."""
-        ...
+    main_buckets: Sequence[LinkedBucket]
 
     def largest_reductions(self) -> list[tuple[int, int]]:
         """Return (elements of a section, bytes of an element) of the reduction of all parameters, per reduce dtype."""

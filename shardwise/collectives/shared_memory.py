@@ -34,7 +34,6 @@ from shardwise.collectives.local_peers import (
     ArenaPlace,
     HostGroup,
     LocalPeers,
-    Outcome,
     Segment,
     SegmentAddress,
     collect_from,
@@ -65,7 +64,6 @@ from shardwise.collectives.routes import (
     sums_something_else,
 )
 from shardwise.collectives.streams import BufferPool
-from shardwise.consistency.agreement import StoreExchange
 from shardwise.errors import TransportError
 from shardwise.layout import Bucket, align
 
@@ -362,7 +360,9 @@ def outbox_bytes(slot: int) -> int:
 
 
 class _Sections:
-    """Where the sections of all ranks lie, as each has published it, and the windows of the shards in them.
+    """Where the sections of all ranks lie, and the windows of the shards in them.
+
+    Each rank posts where its own lie whenever that has changed, and counts in one of its words how often it has.
 
     Attributes:
         host: the ranks.
@@ -370,13 +370,19 @@ class _Sections:
 
     def __init__(self, host: HostGroup, local_peers: LocalPeers) -> None:
         self.host, self._local_peers = host, local_peers
+        self._mine: Sequence[ArenaPlace] = ()
+        self._num_posted = 0
         self._places: dict[int, tuple[int, Sequence[ArenaPlace]]] = {}
         self._parts: dict[tuple[int, int], list[torch.Tensor]] = {}
 
-    def publish(self, number: int) -> None:
-        """Publish that this rank has posted, for the ``number``-th time, where its sections lie."""
-        self._local_peers.publish(_SECTIONS, number)
-        self._places.pop(self.host.rank, None)
+    def publish(self, places: Sequence[ArenaPlace]) -> None:
+        """Publish where this rank's sections lie now, per bucket of the link, if that has changed."""
+        if places != self._mine:
+            self._num_posted += 1
+            rows = [(*astuple(place.segment.address), place.offset) for place in places]
+            self.host.exchange.post(f"sections/{self._num_posted}", json.dumps(rows))
+            self._local_peers.publish(_SECTIONS, self._num_posted)
+            self._mine = places  # if a post raised, the next pass tries again
 
     def find(self) -> None:
         """Look where the sections of all ranks lie now."""
@@ -384,8 +390,21 @@ class _Sections:
             number = self._local_peers.latest(rank, _SECTIONS)
             known = self._places.get(rank)
             if known is None or known[0] != number:
-                self._places[rank] = number, self.host.places_of(rank, number)
+                self._places[rank] = number, self._places_of(rank, number)
                 self._parts = {key: parts for key, parts in self._parts.items() if key[1] != rank}
+
+    def _places_of(self, rank: int, number: int) -> Sequence[ArenaPlace]:
+        """Return the places that ``rank`` posted for the ``number``-th time."""
+        if rank == self.host.rank or number == 0:
+            return self._mine if number else ()
+        found: list[ArenaPlace] = []
+        for *address, offset in json.loads(collect_from(self.host.exchange, f"sections/{number}", [rank])[0]):
+            try:
+                found.append(ArenaPlace(Segment.open(SegmentAddress(*address)), offset))
+            except OSError as error:
+                mine, its = self.host.members[self.host.rank], self.host.members[rank]
+                raise TransportError(f"rank {mine} cannot read the shards of rank {its}: {error}") from error
+        return found
 
     def parts_of(self, bucket: BucketEnds, rank: int) -> list[torch.Tensor]:
         """Return the shards of ``rank``."""
@@ -499,7 +518,7 @@ class HostLink(Link):
 
     Args:
         host: the ranks.
-        outbox: byte offset of the outbox in every segment.  slot_bytes: bytes of one of its slots.
+        slot_bytes: bytes of one slot of the outbox, which follows the header of every segment.
         timeout_s: how long to wait for a live rank.
         sum_slot_bytes: bytes of a slot for in-place sums, after the outbox; 0 if there are none.
 
@@ -513,16 +532,14 @@ class HostLink(Link):
     compares_contents = True
     is_one_sided = True
 
-    def __init__(
-        self, host: HostGroup, outbox: int, slot_bytes: int, timeout_s: float, sum_slot_bytes: int = 0
-    ) -> None:
+    def __init__(self, host: HostGroup, slot_bytes: int, timeout_s: float, sum_slot_bytes: int = 0) -> None:
         local_peers = self.local_peers = LocalPeers(host, timeout_s)
         self.sections = _Sections(host, local_peers)
         self._num_gathers = 0
         self.gathers: list[_HostGather] = []
         tensor_at: View = functools.lru_cache(4096)(lambda place, *at: host.segments[place].tensor(*at))
-        self.outbox = _Outbox(local_peers, host.rank, outbox, slot_bytes, tensor_at)
-        behind = outbox + outbox_bytes(slot_bytes)
+        self.outbox = _Outbox(local_peers, host.rank, HEADER_BYTES, slot_bytes, tensor_at)
+        behind = HEADER_BYTES + outbox_bytes(slot_bytes)
         self.sums = self._sums = Sums(local_peers, host.rank, behind, sum_slot_bytes, tensor_at)
 
     # ---- passes ----
@@ -748,9 +765,6 @@ class LinkSetup:
         self._timeout_s = timeout_s
         self._sizes: _AgreedSizes | None = None
         self._link: Link | None = None
-        self._exchange: StoreExchange | None = None
-        self._published: list[ArenaPlace] = []
-        self._num_published = 0
 
     def prepare(self) -> Link | None:
         """Return the link for the next pass; make a new one at first use and after the sizes of shards have changed.
@@ -765,13 +779,12 @@ class LinkSetup:
             sizes = _sizes_of(users, self._process_group.size())
             if sizes != self._sizes:
                 self._link = self._make(sizes)
-                self._sizes, self._published = sizes, []  # if that raised, the next pass tries again
+                self._sizes = sizes  # if that raised, the next pass tries again
         if isinstance(self._link, HostLink):
             self._publish_sections(buckets, self._link)
         return self._link
 
     def _publish_sections(self, buckets: Sequence[LinkedBucket], link: HostLink) -> None:
-        """Publish where this rank's sections lie now, if that has changed."""
         places: list[ArenaPlace] = []
         for number, bucket in enumerate(buckets):
             if bucket.place is None:
@@ -783,26 +796,7 @@ class LinkSetup:
                 )
             bucket.number = number
             places.append(cast(ArenaPlace, bucket.place))  # take_shareable made it, as registered
-        if places != self._published:
-            assert self._exchange is not None
-            self._num_published += 1
-            rows = [(*astuple(place.segment.address), place.offset) for place in places]
-            self._exchange.post(f"sections/{self._num_published}", json.dumps(rows))
-            link.sections.publish(self._num_published)
-            self._published = places
-
-    def _places_of(self, rank: int, number: int) -> Sequence[ArenaPlace]:
-        assert self._exchange is not None
-        if rank == self._process_group.rank() or number == 0:
-            return self._published if number else []
-        found: list[ArenaPlace] = []
-        for *address, offset in json.loads(collect_from(self._exchange, f"sections/{number}", [rank])[0]):
-            try:
-                found.append(ArenaPlace(Segment.open(SegmentAddress(*address)), offset))
-            except OSError as error:
-                mine, its = self._exchange.members[self._exchange.rank], self._exchange.members[rank]
-                raise TransportError(f"rank {mine} cannot read the shards of rank {its}: {error}") from error
-        return found
+        link.sections.publish(places)
 
     def is_for(self, users: LinkUsers, transport: Transport) -> bool:
         """True if this link was made for exactly these users and this transport."""
@@ -810,22 +804,10 @@ class LinkSetup:
         return mine == [users.gathers, users.reduces, users.sums] and self._transport == transport
 
     def _make(self, sizes: _AgreedSizes) -> Link | None:
-        meeting = meet(self._process_group, self._transport, sizes.num_bytes, sizes.digest())
-        if meeting.segments:
-            return self._make_shared(sizes, meeting)
-        return None if meeting.transport == "collective" else ExchangeLink(self._process_group, self._pool)
-
-    def _make_shared(self, sizes: _AgreedSizes, meeting: Outcome) -> HostLink:
-        self._exchange = meeting.exchange
-        ref, rank = weakref.ref(self), self._process_group.rank()
-
-        def places_of(rank: int, number: int) -> Sequence[ArenaPlace]:
-            owner = ref()
-            assert owner is not None  # the LinkSetup owns the link, so it outlives it
-            return owner._places_of(rank, number)
-
-        host = HostGroup(meeting.segments, meeting.pids, rank, meeting.exchange.members, places_of)
-        return HostLink(host, HEADER_BYTES, sizes.slot_bytes, self._timeout_s, sizes.sum_slot_bytes)
+        found = meet(self._process_group, self._transport, sizes.num_bytes, sizes.digest())
+        if isinstance(found, HostGroup):
+            return HostLink(found, sizes.slot_bytes, self._timeout_s, sizes.sum_slot_bytes)
+        return None if found == "collective" else ExchangeLink(self._process_group, self._pool)
 
 
 def can_link(process_group: dist.ProcessGroup, devices: Collection[torch.device]) -> bool:

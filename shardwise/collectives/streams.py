@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,25 +38,6 @@ from shardwise.consistency.store import BRIEF_S, JobStore, default_store
 from shardwise.errors import StateError, TransportError
 from shardwise.observe import EVERYBODY, last_time, note
 from shardwise.torch_private import abort_groups
-
-
-class Stream(Protocol):
-    """Work of a device in one order, like ``torch.Stream``."""
-
-    def __enter__(self) -> object:
-        """Send the work that follows to this stream."""
-        ...
-
-    def __exit__(self, *_: Any) -> object:
-        """Send work to the previous stream again."""
-        ...
-
-    def wait_event(self, event: Any) -> None:
-        """Start the work that follows after ``event``."""
-
-    def record_event(self) -> Any:
-        """Return an event after all work that is enqueued on this stream."""
-        ...
 
 
 class Device:
@@ -79,11 +60,11 @@ class Device:
         self._device = device
         self.has_values = device.type != "meta"
 
-    def new_stream(self, name: str, priority: int) -> Stream:
+    def new_stream(self, name: str, priority: int) -> torch.Stream:
         """Return a stream; messages call it ``name``, and a lower ``priority`` runs first."""
         raise RuntimeError(f"the host has no stream '{name}'; create one only if has_streams")
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> torch.Stream:
         """Return the current stream."""
         raise RuntimeError("the host has no streams; ask only if has_streams")
 
@@ -105,12 +86,12 @@ class Accelerator(Device):
     has_streams = can_pin = True
     alignment = 512
 
-    def new_stream(self, name: str, priority: int) -> Stream:
+    def new_stream(self, name: str, priority: int) -> torch.Stream:
         del name
-        return cast(Stream, torch.Stream(self._device, priority=priority))
+        return torch.Stream(self._device, priority=priority)
 
-    def current_stream(self) -> Stream:
-        return cast(Stream, torch.accelerator.current_stream(self._device.index))
+    def current_stream(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self._device.index)
 
     def fetch(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         # Two steps: in one, torch casts on the host into memory that is not page-locked, and the host waits for both.
@@ -148,12 +129,12 @@ class SideStream:
     def __init__(self, device: Device, name: str) -> None:
         self._device = device
         self._name = name
-        self._stream: Stream | None = None
+        self._stream: torch.Stream | None = None
         self.is_concurrent = device.has_streams
 
     def run(self) -> AbstractContextManager[object]:
         """Return a context in which work goes to this stream."""
-        return cast(AbstractContextManager[object], self._started()) if self.is_concurrent else nullcontext()
+        return self._started() if self.is_concurrent else nullcontext()
 
     def wait_current(self) -> None:
         """Start this stream's next work after all work that is enqueued on the current stream."""
@@ -179,7 +160,7 @@ class SideStream:
         """True once work was sent to it."""
         return self._stream is not None
 
-    def _started(self) -> Stream:
+    def _started(self) -> torch.Stream:
         if self._stream is None:
             self._stream = self._device.new_stream(self._name, priority=-1)
         return self._stream
@@ -261,7 +242,7 @@ def watch_device(device: torch.device) -> None:
     store, world = default_store(), dist.group.WORLD
     if device.type == "cpu" or store is None or world is None or world.size() == 1 or store in _watches:
         return
-    stream = cast(Stream, torch.accelerator.current_stream(device))
+    stream = torch.accelerator.current_stream(device)
     timeout_s = patience_s(world, device)
     limit_s = max(min(_PART_OF_TIMEOUT * timeout_s, timeout_s - _ASKING_S), timeout_s / 2)
     watch = DeviceWatch(store, dist.get_rank(), range(world.size()), limit_s, StreamProgress(stream), abort_groups)
@@ -274,7 +255,7 @@ def watch_device(device: torch.device) -> None:
 class StreamProgress:
     """Return for how many seconds a stream has not reached the end of the work that it had then."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: torch.Stream) -> None:
         self._stream = stream
         self._event: Any = None
         self._since = 0.0
@@ -460,15 +441,9 @@ def _bytes_at(address: int, num_bytes: int, device: torch.device, keep: object) 
     return torch.as_tensor(extent, device=device)
 
 
-def suballocate(
-    flat: torch.Tensor, start: int, shape: Sequence[int], stride: Sequence[int] | None = None
-) -> torch.Tensor:
-    """Return a tensor of ``shape`` over the elements of the 1-D tensor ``flat`` from ``start`` on, with its own storage.
-
-    ``stride``: strides of a dense tensor; None: row-major.
-    """
-    found = suballocate_all(flat, [(start, tuple(shape))])[0]
-    return found if stride is None else found.as_strided(tuple(shape), tuple(stride))
+def suballocate(flat: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
+    """Return a row-major tensor of ``shape`` over the elements of the 1-D ``flat`` from ``start`` on, with its own storage."""
+    return suballocate_all(flat, [(start, tuple(shape))])[0]
 
 
 def suballocate_all(flat: torch.Tensor, places: Sequence[tuple[int, tuple[int, ...]]]) -> list[torch.Tensor]:

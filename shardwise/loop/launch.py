@@ -463,15 +463,13 @@ class UserProgram:
     Attributes:
         kind: "script", "module" (``python -m``) or "call" (a pickled function, :func:`notebook_launch`).
         words: the script, module or file of the call, and its arguments.
-        output, each_poll, told: as of :class:`LaunchContext`.
+        place: what its ranks share with their launcher, beside what :func:`run_program` adds.
         supervise: returns what decides about ranks that outlive each other, given a folder that nobody else can open.
     """
 
     kind: str
     words: tuple[str, ...]
-    output: int | None = None
-    each_poll: Callable[[], None] = lambda: None
-    told: Mapping[str, object] = field(default_factory=dict[str, object])
+    place: LaunchContext = LaunchContext()
     supervise: Callable[[Path], Supervisor] | None = None
 
 
@@ -519,18 +517,11 @@ def run_program(
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_RESTART_COUNT": number,
         "TORCHELASTIC_RUN_ID": name,
-        **program.told,
+        **program.place.told,
     }
     supervisor = None if program.supervise is None else program.supervise(scratch)
-    place = LaunchContext(
-        received,
-        told,
-        own_sessions=True,
-        output=program.output,
-        each_poll=program.each_poll,
-        leave_s=leave_s,
-        supervisor=supervisor,
-    )
+    own: dict[str, Any] = {"own_sessions": True, "leave_s": leave_s, "supervisor": supervisor}
+    place = replace(program.place, received=received, told=told, **own)
     words = ("-c", START_RANK, str(os.getpid()), str(claim), str(records), program.kind, *program.words)
     ended = run_ranks(nproc, "cpu" if nproc > 1 else "cuda", words, place)
     return ProgramOutcome(ended, int(os.readlink(claim)) if claim.is_symlink() else None, records)
@@ -648,7 +639,8 @@ def notebook_launch(function: Callable[..., Any], num_ranks: int, *args: Any) ->
                 while time.monotonic() < end:
                     sys.stdout.write(copy.decode(os.read(reading, 1 << 16)))
 
-        outcome = run_program(UserProgram("call", (str(call),), writing, show), num_ranks, (), Path(folder))
+        program = UserProgram("call", (str(call),), LaunchContext(output=writing, each_poll=show))
+        outcome = run_program(program, num_ranks, (), Path(folder))
         failure = outcome.failure
         if failure is None:
             with suppress(FileNotFoundError):

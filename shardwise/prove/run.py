@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.loop.launch import UserProgram, describe, noted_signals, run_program
+from shardwise.loop.launch import LaunchContext, UserProgram, describe, noted_signals, run_program
 from shardwise.one_host import PREFIX
 from shardwise.prove.compare import (
     CANNOT,
@@ -171,8 +171,8 @@ def _run(terms: Terms, words: Sequence[str], nproc: int, limit_s: float, receive
             received.extend([signal.SIGTERM] * 2)
 
     with ExitStack() as stack:
-        output = None if log is None else stack.enter_context(log.open("wb")).fileno()
-        program = UserProgram("module", ("shardwise.prove.bootstrap", json.dumps(asdict(terms)), *words), output, look)
+        place = LaunchContext(output=log and stack.enter_context(log.open("wb")).fileno(), each_poll=look)
+        program = UserProgram("module", ("shardwise.prove.bootstrap", json.dumps(asdict(terms)), *words), place)
         outcome = run_program(program, nproc, received, folder)
     was_stopped = bool(received) and not is_ended
     received.clear()

@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -240,16 +241,12 @@ class WorkerPool:
     def close(self) -> None:
         """End the worker processes; the pool cannot be used afterwards."""
         for pipe in self._pipes:
-            try:
+            with suppress(OSError):  # it has ended
                 pipe.send(None)
-            except (BrokenPipeError, OSError):
-                continue
         for process in self._processes:
             process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._processes, self._pipes, self._store = [], [], None
+        self.replace()
+        self._store = None
         self._directory.cleanup()
 
     def _store_port(self) -> int:

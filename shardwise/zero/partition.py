@@ -292,13 +292,13 @@ def with_gradients(gradients: Iterable[tuple[LocalSlice, torch.Tensor | None]]) 
 
 
 def owned_views(slices: Iterable[OwnedSlice], params: Sequence[torch.Tensor], moving: Sequence[bool]) -> list[Owned]:
-    """Return 1-D views of the moving slices, sorted by owner, dtype and device."""
+    """Return 1-D views of the moving slices with their owners, sorted by owner, dtype and device."""
     found = [
-        Owned(owned_slice.owner, view_of(owned_slice, params[owned_slice.tensor]).view(-1))
+        (owned_slice.owner, view_of(owned_slice, params[owned_slice.tensor]).view(-1))
         for owned_slice in slices
         if moving[owned_slice.tensor]
     ]
-    return sorted(found, key=lambda item: (item.owner, str(item.tensor.dtype), str(item.tensor.device)))
+    return sorted(found, key=lambda item: (item[0], str(item[1].dtype), str(item[1].device)))
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:

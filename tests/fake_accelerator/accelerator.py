@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -70,12 +71,12 @@ class FakeAccelerator(Device):
 
     # ---- what the engine asks ----
 
-    def new_stream(self, name: str, priority: int) -> FakeStream:
+    def new_stream(self, name: str, priority: int) -> Any:
         """Return a new lane."""
         del priority
         return FakeStream(self.timeline, self.timeline.new_lane(name))
 
-    def current_stream(self) -> FakeStream:
+    def current_stream(self) -> Any:
         """Return the lane that work goes to."""
         return FakeStream(self.timeline, self.timeline.current[-1])
 

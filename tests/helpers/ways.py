@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,11 +15,7 @@ from helpers.inside import parts_from
 from shardwise.collectives.c10d import GroupCommunicator, all_gather_single, reduce_scatter_single
 from shardwise.collectives.local_peers import (
     HEADER_BYTES,
-    ArenaPlace,
     HostGroup,
-    Segment,
-    SegmentAddress,
-    collect_from,
     meet,
 )
 from shardwise.collectives.routes import Link, PassTracker
@@ -115,28 +110,12 @@ def _exchange(way: Way) -> Link | None:
 
 
 def _shared_memory(way: Way) -> Link | None:
-    outcome = meet(way.group, "auto", SEGMENT_BYTES, "contract")
-    assert outcome.segments, "ranks of one host share memory"
-    said: list[list[ArenaPlace]] = [[]]
-
-    def places_of(rank: int, number: int) -> list[ArenaPlace]:
-        if rank == way.rank or not number:
-            return said[number]
-        rows = json.loads(collect_from(outcome.exchange, f"sections/{number}", [rank])[0])
-        return [ArenaPlace(Segment.open(SegmentAddress(*row[:4])), row[4]) for row in rows]
-
-    host = HostGroup(outcome.segments, outcome.pids, way.rank, outcome.exchange.members, places_of)
-    link = HostLink(host, HEADER_BYTES, SLOT_BYTES, 20.0, SUM_SLOT_BYTES)
+    host = meet(way.group, "auto", SEGMENT_BYTES, "contract")
+    assert isinstance(host, HostGroup), "ranks of one host share memory"
+    link = HostLink(host, SLOT_BYTES, 20.0, SUM_SLOT_BYTES)
 
     def publish_sections(ends: Sequence[Ends]) -> None:
-        places = [each.arena for each in ends if each.arena is not None]
-        rows = [[p.segment.address.pid, p.segment.address.fd, p.segment.num_bytes, p.segment.token] for p in places]
-        offsets = [place.offset for place in places]
-        said.append(places)
-        number = len(said) - 1
-        text = json.dumps([[*row, offset] for row, offset in zip(rows, offsets, strict=True)])
-        outcome.exchange.post(f"sections/{number}", text)
-        link.sections.publish(number)
+        link.sections.publish([each.arena for each in ends if each.arena is not None])
 
     way.publish_sections = publish_sections
     return link

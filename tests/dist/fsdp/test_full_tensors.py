@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from itertools import islice
 from typing import Any
@@ -212,8 +213,9 @@ def test_weights_that_are_published_again_and_again_take_no_more_descriptors() -
     model = nn.Linear(4, 4)
     fully_shard(model, mesh=meshes[rank // 2])
     full_state_dict(model)
+    gc.collect()  # descriptors of earlier tests
     counts: list[int] = []
     for _ in range(3):
         full_state_dict(model)
         counts.append(len(os.listdir("/proc/self/fd")))
-    assert counts[0] == counts[-1]
+    assert counts[-1] <= counts[0]
