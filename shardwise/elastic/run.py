@@ -149,6 +149,9 @@ class ElasticRun:
         each = named = self.state = self._memory = None
         self._untold = []
         finish_all()  # no save of a lost group is in flight, which would remove the next one's folder
+        # A backward that was cut leaves tasks in autograd's queue, which hold the graph, and by hooks the model: another one
+        # takes them out.
+        torch.ones((), requires_grad=True, device="cpu").backward()
         gc.collect()  # modules and their hooks refer to each other, and to groups
         self._num_kept = sum(type(each) is DTensor for each in gc.get_objects())
         self._earlier.update(found)
