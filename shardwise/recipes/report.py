@@ -23,9 +23,9 @@ from shardwise import Span
 from shardwise.errors import ConfigError
 from shardwise.formatting import drop_output, format_bytes, plain
 from shardwise.loop.meter import summary
-from shardwise.recipes.run_folder import CONFIG_FILE, TrainRun, drop_later_metrics, read_metrics
+from shardwise.recipes.run_folder import CONFIG_FILE, TrainRun, read_metrics
 from shardwise.recipes.sharding import HeldBytes, fold_held
-from shardwise.safe_files import open_append, read_text, replace_file
+from shardwise.safe_files import read_text, replace_file
 
 # ---- A console of rich that prints no command of a terminal that is in a text, and goes on where nobody reads any
 # more.
@@ -177,12 +177,6 @@ class RunLog:
         """Bring everything to the disk, so that no checkpoint is ahead of the figures."""
         for each in self._files or ():
             each.flush()
-
-
-def open_lines(run: TrainRun) -> IO[str]:
-    """Open metrics.jsonl for appending, without the lines that the checkpoint does not know of."""
-    drop_later_metrics(run.metrics, run.done.step if run.done else None)
-    return open_append(run.folder, run.metrics.name)
 
 
 _SPEED_FIGURES = ("step_s", "data_s", "mfu", "exposed_wait_s")  # of StepMeter; None of them is written if not measured

@@ -90,15 +90,6 @@ class RunProgress:
     model: ModelShape
 
 
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """The progress from which a run continues.  ``notes``: newer checkpoints that were damaged, and a changed order of data."""
-
-    checkpoint: Path
-    done: RunProgress
-    notes: tuple[str, ...]
-
-
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints, oldest first."""
     return [each.path for each in list_new(Files(), folder)] if folder.is_dir() else []
@@ -133,18 +124,19 @@ def start_saving(folder: Path, progress: RunProgress, entries: Mapping[str, Any]
     save(folder, state, step=progress.step, keep=keep, wait=wait, buffers="rank0")
 
 
-def load_newest(folder: Path, entries: Mapping[str, Any]) -> Resumed:
+def load_newest(run: TrainRun, entries: Mapping[str, Any]) -> tuple[TrainRun, tuple[str, ...]]:
     """Load the newest checkpoint that verifies on all ranks, into any number of ranks and any sharding strategy.
 
+    Return the run that goes on from it, and notes: newer checkpoints that were damaged, and a changed order of data.
     Raises: ConfigError on every rank, before any change, if there is none, or if it has other parameters.
     """
     progress: dict[str, Any] = {}
     state = {**entries, _PROGRESS: progress}
-    without = [each for each in list_checkpoints(folder) if _lacks_data(each)]
+    without = [each for each in list_checkpoints(run.checkpoints) if _lacks_data(each)]
     if without:  # also if a newer one has its data: it may be damaged
         del state["data"]
     try:
-        loaded = load(folder, state, fallback=True)
+        loaded = load(run.checkpoints, state, fallback=True)
     except DamagedCheckpointError as error:
         raise ConfigError(f"no checkpoint of the run is whole: {error}") from error
     except CheckpointError as error:
@@ -156,7 +148,7 @@ def load_newest(folder: Path, entries: Mapping[str, Any]) -> Resumed:
             f"OTHER ORDER: {loaded.path} is of a version that saved no data. The run goes on at its step; until an epoch ends, "
             "windows may come twice or not at all. To keep the order, resume with that version"
         )
-    return Resumed(loaded.path, done, tuple(notes))
+    return replace(run, checkpoint=loaded.path, done=done), tuple(notes)
 
 
 def _lacks_data(checkpoint: Path) -> bool:

@@ -50,7 +50,6 @@ from shardwise.recipes.report import (
     RunLog,
     TrainedStep,
     memory_table,
-    open_lines,
 )
 from shardwise.recipes.run_folder import (
     Restart,
@@ -58,6 +57,7 @@ from shardwise.recipes.run_folder import (
     Start,
     TrainRun,
     discard_new,
+    drop_later_metrics,
     entries_of,
     load_newest,
     lock_run,
@@ -89,7 +89,7 @@ from shardwise.recipes.sharding import (
     unsharded_of,
     wrap,
 )
-from shardwise.safe_files import opened_folder, replace_file
+from shardwise.safe_files import open_append, opened_folder, replace_file
 
 # ---- Ends of a run before its last step: on request, or because training diverged.
 
@@ -182,11 +182,9 @@ def build_trainer(run: TrainRun, ranks: RunRanks, memory_bytes: int | None = Non
     count = config.reproducible or ranks.num_data_ranks * config.accumulate
     options: dict[str, Any] = {"seed": config.seed, "mesh": data_mesh, "collate_fn": lambda both: both}
     data = Microbatches(train, num_microbatches=count, microbatch_size=config.batch // count, **options)
-    resumed = None
+    notes: tuple[str, ...] = ()
     if run.checkpoint is not None:
-        resumed = load_newest(run.checkpoints, entries_of(plain_of(model), optimizer, fixed, data))
-        run = replace(run, checkpoint=resumed.checkpoint, done=resumed.done)
-    notes = resumed.notes if resumed else ()
+        run, notes = load_newest(run, entries_of(plain_of(model), optimizer, fixed, data))
     peak = "peak GPU memory" if ranks.device.type == "cuda" else "peak of the process (all)"
     numbers = num_parameters, unsharded, HtmlReport(run, unsharded, peak), notes
     return Trainer(run, ranks, model, optimizer, data, validation, *numbers, fixed, memory)
@@ -576,7 +574,8 @@ def _open_run_log(trainer: Trainer, stack: ExitStack) -> RunLog:
 
     run = trainer.run
     stack.push(trainer.report.close)  # reads the lines once they are closed
-    lines = stack.enter_context(open_lines(run))
+    drop_later_metrics(run.metrics, run.done.step if run.done else None)  # which the checkpoint does not know of
+    lines = stack.enter_context(open_append(run.folder, run.metrics.name))
     place = stack.enter_context(opened_folder(run.folder, "tensorboard"))
     scalars = stack.enter_context(SummaryWriter(place, purge_step=run.start_step + 1 if run.done else 0))
     run_log = RunLog(run.config.steps, run.start_step, run.facts.unit, (lines, scalars))
