@@ -385,7 +385,7 @@ def test_a_full_folder_is_named_on_all_ranks_and_the_next_version_is_right(tmp_p
     for step in range(1, 7):
         train(model, optimizer, [step])
         if step in (2, 4):  # a delta, an anchor
-            full = mock.patch.object(os, "write", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+            full = mock.patch.object(os, "fsync", side_effect=OSError(errno.ENOSPC, "No space left on device"))
             where = full if dist.get_rank() == 1 else nullcontext()
             with where, pytest.raises(CheckpointError, match="rank 1: OSError: No space left on device"):
                 publisher.publish()
