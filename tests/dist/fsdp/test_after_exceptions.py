@@ -19,6 +19,7 @@ from shardwise import (
     register_fsdp_forward_method,
     replicate,
     set_default_transport,
+    set_wait_report,
 )
 
 
@@ -273,6 +274,7 @@ def _chain() -> Chain:
 
 @on_ranks(2, fresh=True)  # the watch of waits may still cut connections when the body has ended
 def test_an_exception_that_one_rank_has_caught_is_named_where_a_backend_gathers() -> None:
+    set_wait_report(30.0, deadlock_s=3.0)
     set_default_transport("gloo")
     try:
         model, x = _chain(), torch.ones(2, 4)
