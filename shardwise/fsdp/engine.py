@@ -208,7 +208,7 @@ class Engine:
         """Clean up after a hook of a forward of ``unit`` has raised; forwards around it learn of that from torch."""
         if self.forwards and self.forwards[-1][0] is unit:
             self.forwards.pop()
-        if not self.forwards:
+        if not self.forwards and not self.runs_backward:  # a backward that recomputes it cleans up when it has raised
             self.reset()
 
     @property
