@@ -6,6 +6,7 @@ In the processes of the plain run, and only there, torch's wrappers and those of
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import itertools
 import math
@@ -100,6 +101,12 @@ class Wrap:
         """Return what makes a mean over ranks what the script divides sums of gradients by."""
         return math.prod(group.size() for group in self.groups(param)) / self.divide_by if self.divide_by else 1.0
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Wrap:
+        result = memo[id(self)] = copy.copy(self)
+        result.module = copy.deepcopy(self.module, memo)
+        _wraps.append(result)
+        return result
+
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.syncs = self.syncs_next
         if self.syncs_buffers:
@@ -112,7 +119,7 @@ class Wrap:
             own = {key: moved(param.to(dtype or param.dtype), self.eps("gather")) for key, param in own.items()}
             for each in module.modules():
                 for name, param in torch_private.parameters_of(each).items():
-                    if id(param) in own and name not in vars(each):
+                    if id(param) in own:  # also when a checkpoint computes the module again, then with a graph
                         vars(each)[name] = own[id(param)]  # found before the parameter
                         _casts.callback(vars(each).pop, name, None)
         casts_inputs = getattr(self.options.get("mp_policy"), "cast_forward_inputs", True)
@@ -146,7 +153,8 @@ def average(before: dict[int, torch.Tensor], own: dict[int, torch.Tensor]) -> No
         if wrap.syncs and param.requires_grad:
             buckets.setdefault(wrap.groups(param), []).append((wrap, param))
     for groups, members in buckets.items():
-        parts = [torch.tensor([float(id(param) in own) for _, param in members], device=members[0][1].device).double()]
+        are_there = [float(id(param) in before or id(param) in own) for _, param in members]
+        parts = [torch.tensor(are_there, device=members[0][1].device).double()]
         for wrap, param in members:
             found = [each[id(param)].to_dense() for each in (before, own) if id(param) in each]
             total = sum(found[1:], found[0]) if found else torch.zeros_like(param)
@@ -158,7 +166,8 @@ def average(before: dict[int, torch.Tensor], own: dict[int, torch.Tensor]) -> No
         is_there, *means = flat.split([each.numel() for each in parts])
         for (wrap, param), mean, has_any in zip(members, means, is_there.tolist(), strict=True):
             if has_any:  # on any rank
-                param.grad = moved(mean.view(param.shape).to(param.dtype), wrap.eps("reduce"), is_shared=True)
+                mean = moved(mean.view(param.shape).to(param.dtype), wrap.eps("reduce"), is_shared=True)
+                param.grad = torch.empty_like(param).copy_(mean)  # with its strides, which fused optimizers expect
 
 
 # ---- What replaces wrappers.
@@ -206,6 +215,8 @@ class PlainModule:
     def join(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: ranks with fewer batches."""
         raise Unprovable("the script uses join(), for ranks with fewer batches than others")
+
+    join_process_group = property(join)  # what torch's ``Join`` asks first
 
 
 def shard(module: Any, *args: Any, **options: Any) -> Any:
@@ -264,6 +275,7 @@ def _plain(optimizer_class: type[Optimizer]) -> Any:
         return optimizer_class.state_dict(self)
 
     methods = {"state_dict": state_dict, "full_state_dict": state_dict, "clip_grad_norm_": clip}
+    methods["join_process_group"] = PlainModule.join_process_group
     return type(optimizer_class.__name__, (optimizer_class,), {**methods, "consolidate_state_dict": NOTHING})
 
 
@@ -271,22 +283,28 @@ _OF_ZERO = {"process_group", "parameters_as_bucket_view", "overlap_with_ddp", "p
 _OF_SHARDED = {"update", "flat", "offload", "groups"}
 
 
-def partitioned_optimizer(params: Any, optimizer_class: type[Optimizer], *args: Any, **defaults: Any) -> Optimizer:
-    """Stand for ``ZeroRedundancyOptimizer``."""
-    if defaults.get("overlap_with_ddp"):
-        raise Unprovable("the script steps in the backward of DistributedDataParallel (overlap_with_ddp)")
-    options = {name: value for name, value in defaults.items() if name not in _OF_ZERO | _OF_SHARDED}
-    return _plain(optimizer_class)(params, *args, **options)
+class PartitionedOptimizer:
+    """Stands for ``ZeroRedundancyOptimizer``: makes plain optimizers, which are none of its instances."""
+
+    def __new__(cls, params: Any, optimizer_class: type[Optimizer], *args: Any, **defaults: Any) -> Any:
+        """Return a plain optimizer."""
+        if defaults.get("overlap_with_ddp"):
+            raise Unprovable("the script steps in the backward of DistributedDataParallel (overlap_with_ddp)")
+        options = {name: value for name, value in defaults.items() if name not in _OF_ZERO | _OF_SHARDED}
+        return _plain(optimizer_class)(params, *args, **options)
 
 
-def sharded_optimizer(named_params: Any, optimizer_class: type[Optimizer], *args: Any, **defaults: Any) -> Optimizer:
-    """Stand for ``ShardedOptimizer``."""
-    params, groups = unpacked_groups(named_params, defaults.get("groups", ()))
-    named = checked_params(params)
-    split = [{"params": [named[each] for each in names], **own} for names, own in split_by_group(named, groups)]
-    made: Any = partitioned_optimizer(split, optimizer_class, *args, **defaults)
-    made.named_params = named
-    return made
+class WholeOptimizer:
+    """Stands for ``ShardedOptimizer``, as :class:`PartitionedOptimizer` does."""
+
+    def __new__(cls, named_params: Any, optimizer_class: type[Optimizer], *args: Any, **defaults: Any) -> Any:
+        """Return a plain optimizer."""
+        params, groups = unpacked_groups(named_params, defaults.get("groups", ()))
+        named = checked_params(params)
+        split = [{"params": [named[each] for each in names], **own} for names, own in split_by_group(named, groups)]
+        made = PartitionedOptimizer(split, optimizer_class, *args, **defaults)
+        made.named_params = named
+        return made
 
 
 class SummedMicrobatches(Reproducible):
@@ -343,8 +361,8 @@ _REPLACED: dict[str, Any] = {
     **dict.fromkeys(("share_comm_ctx", "register_fsdp_forward_method", "use_in", "describe_units"), NOTHING),
     "DistributedDataParallel": PlainReplicas,
     "FullyShardedDataParallel": PlainShards,
-    "ZeroRedundancyOptimizer": partitioned_optimizer,
-    "ShardedOptimizer": sharded_optimizer,
+    "ZeroRedundancyOptimizer": PartitionedOptimizer,
+    "ShardedOptimizer": WholeOptimizer,
     "Reproducible": SummedMicrobatches,
     "distribute_tensor": distribute,
     "policy": policy,
@@ -366,6 +384,8 @@ def replace_wrappers() -> None:
                 if not name.startswith("_"):
                     setattr(PlainModule, name, NOTHING)
     by_id = {id(original): new for original, new in found}
+    composable = importlib.import_module("torch.distributed._composable.replicate").replicate
+    by_id[id(composable)] = partial(shard, broadcast_buffers=False)  # its DDP has the parameters alone
     places: list[Any] = [*sys.modules.values()]
     for place in (each for each in places if isinstance(each, ModuleType) and each.__name__ != __name__):
         for name, value in [*vars(place).items()]:
@@ -381,8 +401,7 @@ class PlainRecorder(RunRecorder):
     def __init__(self, terms: Terms) -> None:
         super().__init__(terms)
         self._before: dict[int, torch.Tensor] = {}  # gradients of earlier backwards
-        self._own: dict[int, torch.Tensor] = {}  # what this one adds
-        self._hooked: set[int] = set()
+        self._hooks: list[tuple[torch.Tensor, dict[int, Any]]] = []  # which are to see the mean of gradients
         if terms.role == "moved":
             _moves.extend(torch.Generator("cpu").manual_seed(each) for each in (1 + (terms.rank or 0), 0))
 
@@ -413,32 +432,39 @@ class PlainRecorder(RunRecorder):
         return {"units": units, "facts": {"untied": untied, "shares_buffers": shares_buffers}}
 
     def begin_pass(self, args: Any) -> Any:
-        """Watch gradients of parameters; move inputs in a moved run."""
+        """Move inputs in a moved run."""
         _casts.close()
-        for param in self.models.tensors().values():
-            if param.requires_grad and id(param) not in self._hooked:
-                self._hooked.add(id(param))
-                param.register_hook(partial(self._note, id(param)))
         return torch_private.map_tensors(moved, args) if _moves else None
 
-    def _note(self, key: int, gradient: torch.Tensor) -> None:
-        self._own[key] = self._own.get(key, 0) + gradient.detach()
-
     def begin_backward(self) -> None:
-        """Keep the gradients of earlier backwards."""
-        params = [param for _, param in wrapped().values()]
-        self._before = {id(param): param.grad.clone() for param in params if param.grad is not None}
+        """Put aside gradients of earlier backwards, so that ``.grad`` becomes what this one adds, and what is to see means."""
+        for param in self.models.tensors().values():
+            if param.grad is not None:
+                self._before[id(param)], param.grad = param.grad, None
+            if hooks := torch_private.remove_later_hooks(param, -1):
+                self._hooks.append((param, hooks))
 
     def end_backward(self, tensors: Any) -> None:
         """Average the gradients before they are recorded."""
         _casts.close()
-        found, own = wrapped(), dict[str, torch.Tensor]()
-        for name, param in self.models.tensors().items():
-            if id(param) in self._own:
-                if id(param) in found:
-                    self._own[id(param)] *= found[id(param)][0].scale(param)
-                own[name] = self._own[id(param)]
-        self.add("own", own)
-        average(self._before, self._own)
-        self._own = {}
+        found, params, own = wrapped(), self.models.tensors(), dict[int, torch.Tensor]()
+        for param in params.values():
+            if param.grad is not None:
+                own[id(param)] = param.grad * (found[id(param)][0].scale(param) if id(param) in found else 1.0)
+        self.add("own", {name: own[id(param)] for name, param in params.items() if id(param) in own})
+        before, hooked = self._before, self._hooks
+        self.undo_backward(own)
+        average(before, own)
+        for param, hooks in hooked:
+            for hook in hooks.values() if id(param) in found and found[id(param)][0].syncs and param.grad is not None else ():
+                hook(param)
         super().end_backward(tensors)
+
+    def undo_backward(self, own: dict[int, torch.Tensor] | None = None) -> None:
+        """Let gradients be those of earlier backwards, and what this one adds if it has not raised; put hooks back."""
+        for param in self.models.tensors().values():
+            parts = [each[id(param)] for each in (self._before, own or {}) if id(param) in each]
+            param.grad = sum(parts[1:], parts[0]) if parts else None
+        for param, hooks in self._hooks:
+            torch_private.restore_hooks(param, hooks)
+        self._before, self._hooks = {}, []

@@ -165,6 +165,9 @@ class RunRecorder:
             self._is_in_backward = True
             try:
                 original(*args, **kwargs)
+            except BaseException:
+                self.undo_backward()
+                raise
             finally:
                 self._is_in_backward = False
             self.end_backward(args[0] if args else kwargs["tensors"])
@@ -262,6 +265,9 @@ class RunRecorder:
 
     def begin_backward(self) -> None:
         """Do nothing before a backward."""
+
+    def undo_backward(self) -> None:
+        """Do nothing after one that has raised."""
 
     # ---- backward and step
 

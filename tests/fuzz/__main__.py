@@ -16,6 +16,7 @@ from fuzz.divergence.area import DIVERGENCE
 from fuzz.faults import FAULTS
 from fuzz.fixed_sums import REPRODUCIBLE
 from fuzz.programs import Programs
+from fuzz.proved import run_for
 from fuzz.runner import Runner
 from fuzz.selftest import run_self_test
 
@@ -42,7 +43,7 @@ def main() -> None:
         help="of the ranks; they may share a GPU (without the area meta, whose models are made on the host)",
     )
     parser.add_argument(
-        "--area", default="", help=f"one or several of {','.join(AREAS)} (default: all), or divergence, or reproducible"
+        "--area", default="", help=f"one or several of {','.join(AREAS)} (default: all), or one of divergence, reproducible, proved"
     )
     parser.add_argument("--avoid", default="", help="leave out cases that use one of these, e.g. Follower,convert")
     parser.add_argument("--found", type=Path, default=Path("found"), help="folder for the scripts of failures")
@@ -59,6 +60,8 @@ def main() -> None:
             sys.exit(programs.replay(args.replay))
         chosen = [size for size in sizes if size <= args.ranks] or [args.ranks]
         sys.exit(programs.run_for(args.minutes * 60, args.cases, args.seed, chosen))
+    if args.area == "proved":
+        sys.exit(run_for(args.minutes * 60, args.cases, args.seed, args.ranks, args.found))
     areas = args.area.split(",") if args.area else [each for each in AREAS if (args.device, each) != ("cuda", "meta")]
     unknown = sorted(set(areas) - set(AREAS))
     if unknown:
