@@ -482,7 +482,7 @@ class Probe:
             if add_up is not None:
                 watch = torch_private.watching(SumsOverRanks(per_element_of(optimizer), add_up).after)
             with watch:
-                optimizer.step()
+                torch_private.step_inside(optimizer)  # hooks of user code are not told of trials
         return tensors, [optimizer.state.get(tensor, {}) for tensor in tensors]
 
 

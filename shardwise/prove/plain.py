@@ -62,7 +62,7 @@ class Wrap:
     """One call that wraps: a module, without what earlier calls have wrapped, and the options of the call."""
 
     def __init__(self, module: nn.Module, shares_buffers: bool, options: dict[str, Any]) -> None:
-        self.module, self.options = module, options
+        self.module, self.options, self.number = module, options, len(_wraps)
         self.syncs, self.syncs_next = True, True  # now; from the next forward on
         self.shares_buffers = self.syncs_buffers = shares_buffers
         self.divide_by: float | None = None
@@ -105,6 +105,7 @@ class Wrap:
         result = memo[id(self)] = copy.copy(self)
         result.module = copy.deepcopy(self.module, memo)
         _wraps.append(result)
+        _wraps.sort(key=lambda wrap: wrap.number)  # those of inner modules are copied last
         return result
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -142,7 +142,7 @@ def _stepped(
     for gradients in values[1:]:
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = _in_vectors(gradient, width).clone()
-        optimizer.step()
+        torch_private.step_inside(optimizer)
     columns: list[torch.Tensor] = []
     for param, part in zip(params, values[0], strict=True):
         state = [value for value in optimizer.state[param].values() if _is_per_element(value, param)]
