@@ -52,7 +52,8 @@ _moves: list[torch.Generator] = []
 
 def moved(tensor: torch.Tensor, eps: float = 0.0, is_shared: bool = False) -> torch.Tensor:
     """Return ``tensor``, moved by half of ``eps`` at random in a moved run; alike on all ranks if ``is_shared``."""
-    if not _moves or not tensor.is_floating_point():
+    # A transform of torch.func may forbid random numbers.
+    if not _moves or not tensor.is_floating_point() or torch_private.innermost_transform() is not None:
         return tensor
     signs = torch.randint(0, 2, tensor.shape, generator=_moves[is_shared], device="cpu").to(tensor.device) - 0.5
     return (tensor + tensor * (signs * max(eps, torch.finfo(tensor.dtype).eps))).to(tensor.dtype)
@@ -457,7 +458,9 @@ class PlainRecorder(RunRecorder):
         self.undo_backward(own)
         average(before, own)
         for param, hooks in hooked:
-            for hook in hooks.values() if id(param) in found and found[id(param)][0].syncs and param.grad is not None else ():
+            for hook in (
+                hooks.values() if id(param) in found and found[id(param)][0].syncs and param.grad is not None else ()
+            ):
                 hook(param)
         super().end_backward(tensors)
 

@@ -43,7 +43,9 @@ def main() -> None:
         help="of the ranks; they may share a GPU (without the area meta, whose models are made on the host)",
     )
     parser.add_argument(
-        "--area", default="", help=f"one or several of {','.join(AREAS)} (default: all), or one of divergence, reproducible, proved"
+        "--area",
+        default="",
+        help=f"one or several of {','.join(AREAS)} (default: all), or one of divergence, reproducible, proved",
     )
     parser.add_argument("--avoid", default="", help="leave out cases that use one of these, e.g. Follower,convert")
     parser.add_argument("--found", type=Path, default=Path("found"), help="folder for the scripts of failures")

@@ -59,7 +59,9 @@ class Prover:
 
 def is_unlike_plain(case: Case) -> bool:
     """Return True where the plain thing does something else: with hooks on reduced gradients, and where ranks are to differ."""
-    hooks = [each for each in case.actions if isinstance(each, Hook) or (isinstance(each, HookGradient) and not each.follows)]
+    hooks = [
+        each for each in case.actions if isinstance(each, Hook) or (isinstance(each, HookGradient) and not each.follows)
+    ]
     return bool(hooks) or bool(case.settings.ignored)
 
 

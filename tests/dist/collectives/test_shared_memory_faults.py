@@ -139,7 +139,9 @@ def check_survivors(job: Job, victim: int) -> None:
 def no_leak() -> object:
     before = _names_of_memory()
     yield None
-    deadline = time.monotonic() + 30  # tests beside this one have names there for moments (torch's, for what they share)
+    deadline = (
+        time.monotonic() + 30
+    )  # tests beside this one have names there for moments (torch's, for what they share)
     while _names_of_memory() - before and time.monotonic() < deadline:
         time.sleep(0.1)
     assert _names_of_memory() <= before

@@ -12,6 +12,7 @@ from fuzz.draw import draw
 from fuzz.engines import EngineSide
 from fuzz.most_alive import most_full
 from fuzz.phases import Play, Seat
+from fuzz.proved import Prover
 from fuzz.render import render
 from fuzz.runner import Runner
 from fuzz.selftest import find
@@ -46,6 +47,25 @@ def test_drawn_programs_train_as_in_one_process(runner: Runner, area: str, seed:
     case = draw(seed, area, max_ranks=2)
     failures = runner.run(case).failures
     assert not failures, f"{failures}\n{render(case)}"
+
+
+@pytest.fixture(scope="module")
+def prover() -> Iterator[Prover]:
+    with Prover() as ranks:
+        yield ranks
+
+
+# Right programs that ``prove`` called wrong once, or could not prove: a hook that follows gradients; a copy of the model; other
+# strides of parameters; isinstance of a wrapper; a save; recomputation in another dtype; a trial of an optimizer; a transform.
+PROVED = [("hooks", 201), ("changes", 200), ("joins", 204), ("groups", 200), ("saves", 201), ("mixed", 203), ("mixed", 300),
+    ("losses", 400)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("area", "seed"), PROVED)
+def test_drawn_programs_are_proven_right(prover: Prover, area: str, seed: int) -> None:
+    case = draw(seed, area, max_ranks=2)
+    kind, lines = prover.prove(render(case), case.num_ranks)
+    assert kind == "right", "\n".join([*lines, render(case)])
 
 
 def test_a_planted_fault_is_found() -> None:
