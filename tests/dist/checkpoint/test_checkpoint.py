@@ -6,11 +6,14 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import threading
+import time
 import weakref
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,10 +23,11 @@ from helpers.checkpoints import differences, expected, made, state_of, train
 from helpers.ranks import on_ranks
 from torch import nn
 
-from shardwise import ShardedOptimizer, fully_shard
+from shardwise import DesyncError, ShardedOptimizer, fully_shard
 from shardwise.checkpoint import CheckpointError, PerRank, RandomState, finish, load, save
 from shardwise.checkpoint.files import Files, read_manifest, take
 from shardwise.checkpoint.save import HostCopy
+from shardwise.testing import faults
 
 
 class Wide(nn.Module):
@@ -72,6 +76,40 @@ def test_a_rank_that_cannot_write_fails_all_and_the_old_state_stands(
     load(tmp_path, state)
     save(tmp_path, state, step=2)
     assert load(tmp_path, state).step == 2
+
+
+class _OnceInterrupted(dict[str, Any]):
+    """State that rank 0 saves once ``path`` is there: meanwhile the others wait for it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def items(self) -> Any:
+        while dist.get_rank() == 0 and not self.path.exists():
+            time.sleep(0.01)
+        return super().items()
+
+
+@on_ranks(2)
+def test_a_save_after_an_interrupt_on_one_rank_meets_no_other_phase_of_the_others(tmp_path: Path) -> None:
+    model, optimizer = made("fully_shard")
+    state, is_struck = state_of(model, optimizer), dist.get_rank() == 1
+    with pytest.MonkeyPatch.context() as patch:
+        if is_struck:
+            patch.setattr(sys.modules[HostCopy.__module__], "share_out", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt if is_struck else CheckpointError):
+            save(tmp_path / "run", state, step=1)
+    save(tmp_path / "run", state, step=2)  # though rank 0 had a plan of the writes, and rank 1 had none
+    state["late"] = _OnceInterrupted(tmp_path / "interrupted")
+    if is_struck:
+        with pytest.raises(KeyboardInterrupt), faults.interrupt_at("waits for rank 0"):
+            save(tmp_path / "run", state, step=3)
+        state["late"].path.touch()
+    with pytest.raises(DesyncError, match="in different phases: rank 0: write of step 3; rank 1: start of step 3"):
+        save(tmp_path / "run", state, step=3)
+    save(tmp_path / "run", state, step=3)
+    finish(tmp_path / "run")
 
 
 @on_ranks(2)
