@@ -463,10 +463,21 @@ class OptimizerCarrier:
                 if param.dim()
             }
             targets = empty_state_of(self._optimizer, dtypes)
-        places, found = self._state.places(), Later()
+        places, found, entries = self._state.places(), Later(), order.entries()
         for number, names in enumerate(saved):
+            name, shape = self._names[number], self._params[number].shape
+            of_param = [join(*name.split(":", 1)), *(join(entry, name) for entry in entries)]
+            shapes = {record.shape for record in map(order.manifest.record_of, of_param) if record is not None}
+            is_unlike = bool(names and shapes) and tuple(shape) not in shapes
+            if is_unlike:
+                saved_state = f"{join(self.prefix, 'state', name)}, whose parameter"
+                order.unlike.append(
+                    f"{saved_state} is {list(min(shapes))} in the checkpoint and {list(shape)} in the state"
+                )
             for key, full in names.items():
                 order.use(full)
+                if is_unlike:
+                    continue
                 values, place, record = found.setdefault(number, {}), places.get(number), records[number][key]
                 if place is None:
                     continue

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import compare
-from helpers.checkpoints import differences, expected, made, state_of, train
+from helpers.checkpoints import APIS, Net, differences, expected, made, state_of, train
 from helpers.ranks import on_ranks
 from torch import nn
 
@@ -404,6 +404,26 @@ def test_names_that_differ_are_listed_and_nothing_changes(tmp_path: Path) -> Non
     ):
         load(tmp_path, {"model": wide})
     assert "model/first.weight is [9, 6]" in str(load(tmp_path, {"model": wide}, strict=False).missing)
+
+
+@on_ranks(2)
+def test_state_of_a_parameter_that_has_another_shape_now_is_left_out_and_named(tmp_path: Path) -> None:
+    for api in ("fully_shard", "whole matrix", "zero even"):
+        model, optimizer = made(api)
+        train(model, optimizer, [0])
+        save(tmp_path / api, state_of(model, optimizer), step=0)
+        other = Net()
+        other.first = nn.Linear(5, 9)
+        model = APIS[api].wrap(other)
+        optimizer = APIS[api].make(model)
+        optimizer.param_groups[0]["param_names"] = [name for name, _ in model.named_parameters()]
+        with pytest.raises(
+            CheckpointError, match=r"shape: optimizer/state/first.weight, whose parameter is \[9, 6\] in"
+        ):
+            load(tmp_path / api, {"optimizer": optimizer})  # without the model, too
+        found = load(tmp_path / api, state_of(model, optimizer), strict=False)
+        assert "optimizer/state/first.weight" in str(found.missing)
+        train(model, optimizer, [1])
 
 
 @on_ranks(2)
