@@ -250,13 +250,20 @@ def _load_one(
     def stage() -> str:
         """Read and verify everything that this rank needs, into new memory."""
         note("checkpoint load", str(path))
-        order, read = _open(path, state)
-        carriers = carriers_of(state, store_gather.rank, store_gather.size)
-        applies = [carrier.ask(order) for carrier in carriers]
-        unexpected = order.unexpected([carrier.prefix for carrier in carriers])
-        if strict:
-            _refuse_differences(order, state, unexpected)
-        staged.append((order, applies, unexpected, read(order.requests)))
+        try:
+            order, read = _open(path, state)
+            carriers = carriers_of(state, store_gather.rank, store_gather.size)
+            applies = [carrier.ask(order) for carrier in carriers]
+            unexpected = order.unexpected([carrier.prefix for carrier in carriers])
+            if strict:
+                _refuse_differences(order, state, unexpected)
+            staged.append((order, applies, unexpected, read(order.requests)))
+        except (CheckpointError, OSError) as error:
+            if path.exists():
+                raise
+            raise CheckpointError(
+                "it was removed meanwhile, as a save with keep= does: load again, or keep more"
+            ) from error
         return order.manifest.save_id
 
     what = f"{path} was not loaded, nothing has changed"
