@@ -78,17 +78,19 @@ def test_a_rank_that_cannot_write_fails_all_and_the_old_state_stands(
     assert load(tmp_path, state).step == 2
 
 
-class _OnceInterrupted(dict[str, Any]):
+class _OnceInterrupted:
     """State that rank 0 saves once ``path`` is there: meanwhile the others wait for it."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
         self.path = path
 
-    def items(self) -> Any:
+    def state_dict(self) -> dict[str, int]:
         while dist.get_rank() == 0 and not self.path.exists():
             time.sleep(0.01)
-        return super().items()
+        return {"at": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
 
 
 @on_ranks(2)
