@@ -239,7 +239,7 @@ def _candidates(path: Path, step: int | None, files: Files, store_gather: StoreG
             raise CheckpointError(f"{path}: {wanted} is there; checkpoints of steps: {there}")
         return [str(each.path) for each in reversed(found)]
 
-    return [Path(each) for each in together(store_gather, "load", look)[0]]
+    return [Path(each) for each in together(store_gather, "load", "look", look)[0]]
 
 
 def _load_one(
@@ -250,22 +250,29 @@ def _load_one(
     def stage() -> str:
         """Read and verify everything that this rank needs, into new memory."""
         note("checkpoint load", str(path))
-        order, read = _open(path, state)
-        carriers = carriers_of(state, store_gather.rank, store_gather.size)
-        applies = [carrier.ask(order) for carrier in carriers]
-        unexpected = order.unexpected([carrier.prefix for carrier in carriers])
-        if strict:
-            _refuse_differences(order, state, unexpected)
-        staged.append((order, applies, unexpected, read(order.requests)))
+        try:
+            order, read = _open(path, state)
+            carriers = carriers_of(state, store_gather.rank, store_gather.size)
+            applies = [carrier.ask(order) for carrier in carriers]
+            unexpected = order.unexpected([carrier.prefix for carrier in carriers])
+            if strict:
+                _refuse_differences(order, state, unexpected)
+            staged.append((order, applies, unexpected, read(order.requests)))
+        except (CheckpointError, OSError) as error:
+            if path.exists():
+                raise
+            raise CheckpointError(
+                "it was removed meanwhile, as a save with keep= does: load again, or keep more"
+            ) from error
         return order.manifest.save_id
 
     what = f"{path} was not loaded, nothing has changed"
-    saves = sorted(set(together(store_gather, what, stage)))
+    saves = sorted(set(together(store_gather, what, f"read of {path.name}", stage)))
     if len(saves) > 1:
         raise DamagedCheckpointError(f"{what}: ranks see different saves under this name: {', '.join(saves)}")
     ((order, applies, unexpected, num_bytes),) = staged
     failed = f"{path} was read, and putting it into place failed; the state may have changed in part"
-    together(store_gather, failed, lambda: [apply() for apply in applies])
+    together(store_gather, failed, f"restore of {path.name}", lambda: [apply() for apply in applies])
     missing = (*order.missing, *order.unlike)
     if missing or unexpected:
         logger.warning("%s: missing: %s; unexpected: %s", path, _listing(missing), _listing(unexpected))

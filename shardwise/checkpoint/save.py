@@ -283,24 +283,22 @@ class Saver:
             of_params = ParameterCheck(contents, digest) if self.size > 1 else None
             mine.append((contents, text, of_buffers, of_params))
             opens = self._open(step, opened) if self.rank == 0 else ""
-            return [opens, digest, of_buffers.mark, step, {} if of_params is None else of_params.marks]
+            has_plan = self._plan is not None
+            return [opens, digest, of_buffers.mark, has_plan, {} if of_params is None else of_params.marks]
 
         try:
-            reports = exchange(begin)
+            reports = exchange(f"start of step {step}", begin)  # threads of a rank may save in another order
             ((contents, text, of_buffers, of_params),) = mine
-            steps = [step for *_, step, _ in reports]  # threads of a rank may save in another order
-            other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
-            if other is not None:
-                raise CheckpointError(f"{what}: rank 0 saves step {steps[0]}, rank {other} step {steps[other]}")
             if of_params is not None:
                 of_params.compare(what, [marks for *_, marks in reports], exchange)
             if len({mark for _, _, mark, *_ in reports}) > 1:
                 of_buffers.compare(what, exchange)
             digests = tuple(str(digest) for _, digest, *_ in reports)
-            if self._plan is None or self._plan.digests != digests:
+            # An interrupt may have left a plan on some ranks only.
+            if self._plan is None or self._plan.digests != digests or not all(has_plan for *_, has_plan, _ in reports):
                 self._plan = None
-                texts = exchange(lambda: text)
-                exchange(lambda: self._make_plan(digests, texts))
+                texts = exchange("contents", lambda: text)
+                exchange("plan", lambda: self._make_plan(digests, texts))
             assert self._plan is not None
             return Job(SaveId(reports[0][0], step), self._plan, contents, keep)
         except BaseException:
@@ -322,6 +320,7 @@ class Saver:
         pending = self.folder / job.save.pending
         note("checkpoint save", f"step {job.save.step}")
         what = f"{self.folder}: step {job.save.step} was not saved, earlier checkpoints stand"
+        exchange = partial(together, self._store_gather, what)
 
         def write() -> Any:
             values, ties, mine = job.contents.values, job.contents.ties, job.plan.mine
@@ -332,10 +331,9 @@ class Saver:
             return [astuple(record), values, ties]
 
         try:
-            reports = together(self._store_gather, what, write)
-            return Path(
-                together(self._store_gather, what, lambda: self._commit(job, reports) if self.rank == 0 else "")[0]
-            )
+            reports = exchange(f"write of step {job.save.step}", write)
+            end = partial(self._commit, job, reports) if self.rank == 0 else str
+            return Path(exchange(f"commit of step {job.save.step}", end)[0])
         except BaseException:
             if self.rank == 0:
                 self._files.remove(pending)
@@ -416,8 +414,9 @@ def save(
 
     Each rank writes its own shards; replicas share the writing.  Collective.  The folder is locked for this job until
     :func:`finish` or the exit of the process.
-    Raises: CheckpointError on every rank, with the rank that failed and why; earlier checkpoints stay.  ConfigError for
-        a wrong ``step`` or ``keep``; StateError outside ``group``.
+    Raises: CheckpointError on every rank, with the rank that failed and why; earlier checkpoints stay.  DesyncError on
+        every rank if they save different steps, or an interrupt ended the call of one.  ConfigError for a wrong ``step``
+        or ``keep``; StateError outside ``group``.
 
     Example:
         >>> save("run", {"model": model, "optimizer": optimizer}, step=100, keep=3)  # doctest: +SKIP
@@ -499,7 +498,7 @@ def _check_one_folder(path: Path, group: dist.ProcessGroup | None) -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     folders = together(
-        open_store_gather(group, "checkpoint folder"), f"{path}: the save did not start", lambda: str(path)
+        open_store_gather(group, "checkpoint folder"), f"{path}: the save did not start", "folder", lambda: str(path)
     )
     other = next((rank for rank, folder in enumerate(folders) if folder != folders[0]), None)
     if other is not None:

@@ -37,6 +37,7 @@ from shardwise.errors import (
     CheckpointError,
     ConfigError,
     DamagedCheckpointError,
+    DesyncError,
     ShardwiseError,
     TransportError,
 )
@@ -53,12 +54,13 @@ from shardwise.zero.partition import LocalSlice, StateSlice
 # the cause.
 
 
-def together(store_gather: StoreGather, what: str, do: Callable[[], Any]) -> list[Any]:
+def together(store_gather: StoreGather, what: str, phase: str, do: Callable[[], Any]) -> list[Any]:
     """Run ``do``; return its results on every rank, in rank order.  They must be JSON.
 
+    ``phase``: its name, equal on all ranks unless one has left an earlier phase that the others have completed.
     Raises: the same CheckpointError on every rank if one raised anything, or DamagedCheckpointError if all errors are
-    damage.  An
-        interrupt is re-raised unchanged on its own rank.
+        damage.  DesyncError on every rank if they are in different phases.  An interrupt is re-raised unchanged on its
+        own rank.
     """
     found: Any = None
     error: BaseException | None = None
@@ -67,17 +69,23 @@ def together(store_gather: StoreGather, what: str, do: Callable[[], Any]) -> lis
     except BaseException as raised:
         error = raised
     is_damage, is_own = (isinstance(error, kind) for kind in (DamagedCheckpointError, ShardwiseError))
-    report = [found, None if error is None else [type(error).__name__, _text(error), is_damage, is_own]]
+    report = [phase, found, None if error is None else [type(error).__name__, _text(error), is_damage, is_own]]
     try:
         reports = [json.loads(text) for text in store_gather.call(json.dumps(report))]
     except TransportError as gone:
         rest = "" if "nothing has changed" in what else "; nothing has changed"
         raise CheckpointError(f"{what}: {gone}{rest}") from (error or gone)
-    failures = [(rank, failure) for rank, (_, failure) in enumerate(reports) if failure is not None]
-    if not failures:
-        return [value for value, _ in reports]
     if error is not None and not isinstance(error, Exception):
         raise error
+    if any(other != phase for other, *_ in reports):
+        phases = ranks_by_text((rank, other) for rank, (other, *_) in enumerate(reports))
+        raise DesyncError(
+            f"ranks are in different phases: {'; '.join(f'{format_ranks(ranks)}: {text}' for text, ranks in phases.items())}. "
+            "They made different calls, or an interrupt ended the call of one; make the same call on all of them"
+        ) from error
+    failures = [(rank, failure) for rank, (*_, failure) in enumerate(reports) if failure is not None]
+    if not failures:
+        return [value for _, value, _ in reports]
     texts = ranks_by_text((rank, text if is_own else f"{kind}: {text}") for rank, (kind, text, _, is_own) in failures)
     causes = "; ".join(
         f"{format_ranks(ranks)}: {text}" if store_gather.size > 1 else text for text, ranks in texts.items()
@@ -130,12 +138,12 @@ class BufferCheck:
             self._digests = {name: f"{digest_of(contents.parts[name][0].tensor):x}" for name in contents.buffers}
         self.mark = sum_of(json.dumps([choice, self._digests]).encode())
 
-    def compare(self, what: str, exchange: Callable[[Callable[[], Any]], list[Any]]) -> None:
+    def compare(self, what: str, exchange: Callable[[str, Callable[[], Any]], list[Any]]) -> None:
         """Raise CheckpointError on every rank if buffers differ and ``buffers`` is None, or differs between ranks.
 
-        ``exchange``: calls its argument and returns the results of every rank.  ``what`` begins the error.
+        ``exchange``: as :func:`together`, of a phase and what to call in it.  ``what`` begins the error.
         """
-        reports = exchange(lambda: [self._choice, self._digests])
+        reports = exchange("buffers", lambda: [self._choice, self._digests])
         choices = [choice for choice, _ in reports]
         if any(choice != choices[0] for choice in choices):
             each = ", ".join(map(repr, choices))
@@ -175,7 +183,7 @@ class ParameterCheck:
         self.marks = {key: sum_of(json.dumps(each).encode()) for key, each in self._digests.items()}
 
     def compare(
-        self, what: str, marks: Sequence[Mapping[str, str]], exchange: Callable[[Callable[[], Any]], list[Any]]
+        self, what: str, marks: Sequence[Mapping[str, str]], exchange: Callable[[str, Callable[[], Any]], list[Any]]
     ) -> None:
         """Raise CheckpointError on every rank if two ranks with the same part have different values in it."""
         first: dict[str, tuple[int, str]] = {}
@@ -183,7 +191,7 @@ class ParameterCheck:
             for key, mark in each.items():
                 other, known = first.setdefault(key, (rank, mark))
                 if mark != known:
-                    reports = exchange(lambda key=key: self._digests.get(key, {}))
+                    reports = exchange("parameters", lambda key=key: self._digests.get(key, {}))
                     names = [name for name, text in reports[other].items() if reports[rank][name] != text]
                     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
                     raise CheckpointError(
@@ -455,10 +463,21 @@ class OptimizerCarrier:
                 if param.dim()
             }
             targets = empty_state_of(self._optimizer, dtypes)
-        places, found = self._state.places(), Later()
+        places, found, entries = self._state.places(), Later(), order.entries()
         for number, names in enumerate(saved):
+            name, shape = self._names[number], self._params[number].shape
+            of_param = [join(*name.split(":", 1)), *(join(entry, name) for entry in entries)]
+            shapes = {record.shape for record in map(order.manifest.record_of, of_param) if record is not None}
+            is_unlike = bool(names and shapes) and tuple(shape) not in shapes
+            if is_unlike:
+                saved_state = f"{join(self.prefix, 'state', name)}, whose parameter"
+                order.unlike.append(
+                    f"{saved_state} is {list(min(shapes))} in the checkpoint and {list(shape)} in the state"
+                )
             for key, full in names.items():
                 order.use(full)
+                if is_unlike:
+                    continue
                 values, place, record = found.setdefault(number, {}), places.get(number), records[number][key]
                 if place is None:
                     continue

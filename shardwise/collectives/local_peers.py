@@ -363,9 +363,10 @@ def _create(num_bytes: int) -> tuple[Segment | None, str]:
     if problem:
         return None, problem
     try:
+        Liveness(os.getpid())  # a sandbox may have no pidfds, by which LocalPeers sees that a rank has ended
         return Segment.create(num_bytes), ""
     except (OSError, AttributeError) as error:
-        return None, f"no shared memory: {error}"
+        return None, f"no shared memory or no pidfds: {error}"
 
 
 def _open_all(

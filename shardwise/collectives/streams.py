@@ -263,6 +263,9 @@ class StreamProgress:
     def __call__(self) -> float:
         now = time.monotonic()
         try:
+            torch.accelerator.set_stream(self._stream)  # of this thread, whose device is else the first one
+            if self._stream.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return 0.0  # an event would become part of the graph, and a query of it would end the capture
             if self._event is None or self._event.query():
                 self._event, self._since = self._stream.record_event(), now
         except RuntimeError:  # the device has failed; its next use raises the error

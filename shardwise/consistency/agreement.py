@@ -189,6 +189,9 @@ class StoreExchange:
         Either text cites the last errors of these ranks: they may have left because of another rank, or give up a
         moment later.
         """
+        if self.rank in ranks:
+            late = f"rank {self.members[self.rank]} came after the others had given up: {late}"
+            ranks = [rank for rank in ranks if rank != self.rank]
         names = [self.members[rank] for rank in ranks]
         publish_failure(late + ASKS)  # other ranks may wait for the report of this one
         if self.notes is not None:

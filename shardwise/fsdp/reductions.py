@@ -255,7 +255,13 @@ class Reductions:
             for reduction in launch.reductions:
                 if early_readers:
                     reduction.show()
-                error = reduction.set_gradients(is_hooked, launch)
+                try:
+                    error = reduction.set_gradients(is_hooked, launch)
+                except Exception as cause:  # gradients are added in place: what came before cannot be taken back
+                    raise StateError(
+                        f".grad could not be set ({type(cause).__name__}: {cause}), and may have this backward's gradients for "
+                        "some parameters only: zero_grad(), and run all microbatches of this step again"
+                    ) from cause
                 failed = failed or error
             launch.unit.reduction.num_commits += 1  # an optimizer changes the shards next: the unit is gathered again
             if listeners:

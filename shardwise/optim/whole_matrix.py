@@ -259,8 +259,7 @@ class WholeMatrixStep:
         """Run ``closure``, then update all parameters from their current gradients.  Collective.
 
         Raises: StateError on all ranks of a matrix if its owner could not step, or if only some ranks have a gradient;
-        no sharded
-            parameter has changed then.
+            no sharded parameter has changed then, but other owners may have advanced their state.
         """
         loss = loss_of(closure)
         try:
@@ -496,16 +495,20 @@ def _flag(matrix: Matrix, gradients: Sequence[torch.Tensor | None]) -> int:
     return int(all(gradient is not None for gradient in real))
 
 
+_ADVANCED = (
+    "No sharded parameter has changed, but optimizer state and parameters that are not sharded may have, on some ranks "
+    "alone: load a checkpoint, or step inside shardwise.transaction, which restores them"
+)
+
+
 def _raise_if_wrong(statuses: Sequence[tuple[int, int]], cause: Exception | None) -> None:
     failed = sorted({rank for rank, status in statuses if status == _FAILED})
     if failed:
-        raise StateError(
-            f"the optimizer's step raised on {format_ranks(failed)}; no sharded parameter has changed"
-            + (f": {cause}" if cause is not None else "; see there for the cause")
-        ) from cause
+        reason = "see there for the cause" if cause is None else f"its error: {cause}"
+        raise StateError(f"the optimizer's step raised on {format_ranks(failed)}; {reason}. {_ADVANCED}") from cause
     partial = sorted({rank for rank, status in statuses if status == _PARTIAL})
     if partial:
         raise StateError(
-            f"a matrix owned by {format_ranks(partial)} has a gradient on some of its ranks and none on others; no sharded "
-            "parameter has changed. Run the same modules on every rank, or set the missing gradients to zero"
+            f"a matrix owned by {format_ranks(partial)} has a gradient on some of its ranks and none on others: run the same "
+            f"modules on every rank, or set the missing gradients to zero. {_ADVANCED}"
         )

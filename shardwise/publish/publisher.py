@@ -64,7 +64,7 @@ class _VersionSaver(Saver):
         self.wait()
         last, what = self._last, f"{self.folder}: no version was published"
         mine = [] if last is None else [last.save.step, last.save.save_id]
-        found = together(self._store_gather, what, lambda: [self._newest() if self.rank == 0 else 0, mine])
+        found = together(self._store_gather, what, "number", lambda: [self._newest() if self.rank == 0 else 0, mine])
         number = 1 + max([found[0][0], *(known[0] for _, known in found if known)])
         job = self._agree(collect, number, None, "rank0")
         # Nothing follows from a version that some rank does not know to be committed, or that has other shards.
@@ -98,7 +98,7 @@ class _VersionSaver(Saver):
                 raise CheckpointError(f"expected {num_readers} readers after {timeout_s:g} s: {there}")
             return are_there
 
-        while not together(self._store_gather, f"{self.folder}: version {version} is not in use", look)[0]:
+        while not together(self._store_gather, f"{self.folder}: version {version} is not in use", "readers", look)[0]:
             time.sleep(min(_MOST_POLL_S, max(_POLL_S, (time.monotonic() - begin) / 10)))
 
     # ---- inside ----
@@ -173,7 +173,7 @@ class _VersionSaver(Saver):
             pending.rename(path)
         mine = [path / name for name in self._files.names(path) if name == part_file(self.rank)]
         for files in (mine, [path / MANIFEST] if self.rank == 0 else []):
-            together(self._store_gather, what, lambda files=files: [None for each in files if send(each)])
+            together(self._store_gather, what, "delta", lambda files=files: [None for each in files if send(each)])
         if MANIFEST not in self._files.names(path):
             self._files.remove(path)
 

@@ -201,8 +201,13 @@ class WeightReader:
             if self._mark is None:
                 name = f"{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
                 mark = create_file(self._folder, f"{READERS}/.{name}")
-                fcntl.flock(mark, fcntl.LOCK_EX)
-                move_file(self._folder, f"{READERS}/.{name}", f"{READERS}/{name}")
+                try:
+                    fcntl.flock(mark, fcntl.LOCK_EX)
+                    move_file(self._folder, f"{READERS}/.{name}", f"{READERS}/{name}")
+                except OSError:  # a file system without locks: the next call tries again
+                    mark.close()
+                    self._files.remove(self._folder / READERS / f".{name}")
+                    raise
                 self._mark = mark
                 weakref.finalize(self, mark.close)
             write_mark(self._mark.fileno(), self.version or 0, reading)

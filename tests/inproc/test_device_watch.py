@@ -10,8 +10,10 @@ import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardwise import TransportError, observe
@@ -101,6 +103,8 @@ def test_who_waits_raises_before_it_sees_what_it_has_waited_for() -> None:
 class FakeStream:
     """A stream whose events are over when all that was given before them is."""
 
+    device = torch.device("cuda", 1)
+
     def __init__(self) -> None:
         self.given = self.done = 0
 
@@ -109,6 +113,28 @@ class FakeStream:
         return SimpleNamespace(query=lambda: self.done >= number)
 
 
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The streams that were made current, in place of a call that needs an accelerator."""
+    made = list[Any]()
+    monkeypatch.setattr(torch.accelerator, "set_stream", made.append)
+    return made
+
+
+def test_a_stream_is_asked_on_its_device_and_not_while_it_is_captured(
+    current: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, is_capturing = FakeStream(), mock.Mock(return_value=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", is_capturing)
+    stuck_s = StreamProgress(cast(Any, stream))
+    assert stuck_s() < 0.1
+    assert current == [stream]
+    is_capturing.return_value = True
+    monkeypatch.setattr(stream, "record_event", None)  # would become part of the graph
+    assert stuck_s() == 0.0
+
+
+@pytest.mark.usefixtures("current")
 def test_a_stream_that_goes_on_is_not_stuck_however_much_it_is_given() -> None:
     stream = FakeStream()
     stuck_s = StreamProgress(cast(Any, stream))

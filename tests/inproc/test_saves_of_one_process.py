@@ -104,6 +104,18 @@ def test_a_link_to_one_checkpoint_is_loaded(tmp_path: Path) -> None:
     assert load(tmp_path / "best", {"model": nn.Linear(2, 2)}).step == 7
 
 
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_named_as_that(tmp_path: Path) -> None:
+    class Saves(nn.Linear):
+        def state_dict(self, *args: Any, **options: Any) -> Any:
+            save(tmp_path, {"model": nn.Linear(2, 2)}, step=2, keep=1)
+            return super().state_dict(*args, **options)
+
+    save(tmp_path, {"model": nn.Linear(2, 2)}, step=1)
+    with pytest.raises(CheckpointError, match="step-00000001 was not loaded, .*: it was removed meanwhile"):
+        load(tmp_path, {"model": Saves(2, 2)})
+    finish(tmp_path)
+
+
 def test_numbers_of_numpy_are_saved(tmp_path: Path) -> None:
     loop = {"is_best": np.bool_(True), "name": np.str_("a"), "count": np.int64(3), "loss": np.float32(0.5)}
     save(tmp_path, {"loop": loop}, step=1)

@@ -102,7 +102,10 @@ def test_all_ranks_learn_who_is_late_and_a_late_one_that_it_was_late_itself() ->
         time.sleep(0.8 * (exchange.rank == 1))
         return exchange.absent(exchange.gather("round", "here"))
 
-    assert on_threads(body, make_exchange(timeout_s=0.3)) == [[1]] * 3
+    exchange = make_exchange(timeout_s=0.3)
+    assert on_threads(body, exchange) == [[1]] * 3
+    late = "rank 5 did not make this call"
+    assert exchange[1].absence([1], late).startswith(f"rank 5 came after the others had given up: {late}")
 
 
 def test_a_gather_ends_on_all_ranks_once_the_first_has_found_enough() -> None:

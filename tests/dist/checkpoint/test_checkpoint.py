@@ -6,24 +6,28 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import threading
+import time
 import weakref
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import compare
-from helpers.checkpoints import differences, expected, made, state_of, train
+from helpers.checkpoints import APIS, Net, differences, expected, made, state_of, train
 from helpers.ranks import on_ranks
 from torch import nn
 
-from shardwise import ShardedOptimizer, fully_shard
+from shardwise import DesyncError, ShardedOptimizer, fully_shard
 from shardwise.checkpoint import CheckpointError, PerRank, RandomState, finish, load, save
 from shardwise.checkpoint.files import Files, read_manifest, take
 from shardwise.checkpoint.save import HostCopy
+from shardwise.testing import faults
 
 
 class Wide(nn.Module):
@@ -72,6 +76,42 @@ def test_a_rank_that_cannot_write_fails_all_and_the_old_state_stands(
     load(tmp_path, state)
     save(tmp_path, state, step=2)
     assert load(tmp_path, state).step == 2
+
+
+class _OnceInterrupted:
+    """State that rank 0 saves once ``path`` is there: meanwhile the others wait for it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def state_dict(self) -> dict[str, int]:
+        while dist.get_rank() == 0 and not self.path.exists():
+            time.sleep(0.01)
+        return {"at": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+@on_ranks(2)
+def test_a_save_after_an_interrupt_on_one_rank_meets_no_other_phase_of_the_others(tmp_path: Path) -> None:
+    model, optimizer = made("fully_shard")
+    state, is_struck = state_of(model, optimizer), dist.get_rank() == 1
+    with pytest.MonkeyPatch.context() as patch:
+        if is_struck:
+            patch.setattr(sys.modules[HostCopy.__module__], "share_out", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt if is_struck else CheckpointError):
+            save(tmp_path / "run", state, step=1)
+    save(tmp_path / "run", state, step=2)  # though rank 0 had a plan of the writes, and rank 1 had none
+    state["late"] = _OnceInterrupted(tmp_path / "interrupted")
+    if is_struck:
+        with pytest.raises(KeyboardInterrupt), faults.interrupt_at("waits for rank 0"):
+            save(tmp_path / "run", state, step=3)
+        state["late"].path.touch()
+    with pytest.raises(DesyncError, match="in different phases: rank 0: write of step 3; rank 1: start of step 3"):
+        save(tmp_path / "run", state, step=3)
+    save(tmp_path / "run", state, step=3)
+    finish(tmp_path / "run")
 
 
 @on_ranks(2)
@@ -366,6 +406,26 @@ def test_names_that_differ_are_listed_and_nothing_changes(tmp_path: Path) -> Non
     ):
         load(tmp_path, {"model": wide})
     assert "model/first.weight is [9, 6]" in str(load(tmp_path, {"model": wide}, strict=False).missing)
+
+
+@on_ranks(2)
+def test_state_of_a_parameter_that_has_another_shape_now_is_left_out_and_named(tmp_path: Path) -> None:
+    for api in ("fully_shard", "whole matrix", "zero even"):
+        model, optimizer = made(api)
+        train(model, optimizer, [0])
+        save(tmp_path / api, state_of(model, optimizer), step=0)
+        other = Net()
+        other.first = nn.Linear(5, 9)
+        model = APIS[api].wrap(other)
+        optimizer = APIS[api].make(model)
+        optimizer.param_groups[0]["param_names"] = [name for name, _ in model.named_parameters()]
+        with pytest.raises(
+            CheckpointError, match=r"shape: optimizer/state/first.weight, whose parameter is \[9, 6\] in"
+        ):
+            load(tmp_path / api, {"optimizer": optimizer})  # without the model, too
+        found = load(tmp_path / api, state_of(model, optimizer), strict=False)
+        assert "optimizer/state/first.weight" in str(found.missing)
+        train(model, optimizer, [1])
 
 
 @on_ranks(2)

@@ -228,6 +228,22 @@ def test_an_exception_leaves_nothing_behind(sync_first: bool) -> None:
 
 
 @on_ranks(2)
+def test_an_error_while_gradients_are_set_says_that_they_are_set_in_part() -> None:
+    model = nn.Sequential(*(fully_shard(nn.Linear(4, 4)) for _ in range(2)))
+    fully_shard(model)
+    model(torch.ones(2, 4)).sum().backward()
+    with torch.inference_mode():
+        model[0].weight.grad = model[0].weight.grad * 2
+    before = full(model[1].weight.grad).clone()
+    with pytest.raises(StateError, match=r"\.grad could not be set \(RuntimeError: Inplace update to inference tensor"):
+        model(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(full(model[1].weight.grad), 2 * before)
+    model.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(full(model[1].weight.grad), before)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("shape", ["one unit", "blocks", "replicate"])
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_no_step_follows_an_interrupted_forward_before_a_reset(shape: str, kind: type[BaseException]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -190,6 +191,13 @@ def test_only_the_names_that_are_wanted_are_published(tmp_path: Path) -> None:
         if dist.get_rank() == 0:
             reader.advance(weights)
             assert not differing(weights, wanted)
+
+
+def test_a_reader_without_locks_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    WeightPublisher(nn.Linear(2, 2), tmp_path).publish()
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(95, "Operation not supported")))
+    WeightReader(tmp_path).advance({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)})
+    assert not os.listdir(tmp_path / "readers")
 
 
 @pytest.mark.parametrize("part", [0.0, 0.03, 1.0])
