@@ -155,7 +155,8 @@ def sketches_of(tensors: Named, like: Named = NOTHING, exact: bool = False) -> S
     found: Sketches = {}
     for ((box, owners), *_), members in stacks.items():
         first, *others = members.values()
-        sums = sketch(torch.stack([first, *others]) if others else first[None], box)
+        with torch.autocast(first.device.type, enabled=False):  # which would make products of bfloat16
+            sums = sketch(torch.stack([first, *others]) if others else first[None], box)
         if exact:
             numbers = torch.stack([digest(each, box) for each in members.values()])
             sums = torch.cat((sums, torch.stack((numbers >> 32, numbers & 0xFFFFFFFF), 1).double()), 1)
