@@ -29,7 +29,7 @@ from shardwise import torch_private
 from shardwise.containers import tensors_in
 from shardwise.fsdp.waiting_gradients import WaitingGradient
 from shardwise.one_host import RandomState
-from shardwise.prove.sketch import NOTHING, Named, Sketches, sketches_of
+from shardwise.prove.sketch import NOTHING, SIGNS, Named, Sketches, sketches_of
 from shardwise.safe_files import open_append
 
 LEAVE_S = 30.0  # what a rank that has made its steps waits for the others
@@ -205,7 +205,8 @@ class RunRecorder:
         """Append the entries to this rank's file, and begin with none."""
         path = self.terms.path("rank-{}.jsonl")
         with open_append(path.parent, path.name) as file:
-            file.write(json.dumps({"step": step, "optimizer": optimizer, **facts, "values": self.take()}) + "\n")
+            line = {"step": step, "optimizer": optimizer, "signs": SIGNS, **facts, "values": self.take()}
+            file.write(json.dumps(line) + "\n")
 
     # ---- forward
 

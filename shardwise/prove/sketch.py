@@ -32,6 +32,7 @@ class Box(NamedTuple):
 Named = Mapping[str, torch.Tensor]
 Sketches = dict[str, tuple[torch.Tensor, tuple[int, ...]]]  # of parts, with the ranks whose parts make a tensor whole
 NOTHING: Named = MappingProxyType({})
+SIGNS = 2  # counted up with the rule for signs: sketches by different rules do not compare
 NUM_SUMS = 12  # after them comes the sum of squares, which needs no estimate
 _MOST_STACKED = 1 << 14  # elements: a copy of more costs more than a call
 _MIN_COLUMNS = 64  # trailing dimensions are merged up to this: a product with few columns would be slow
