@@ -255,9 +255,7 @@ class PlainReplicas(PlainModule, nn.Module):
         """Run the module."""
         return self.module(*args, **kwargs)
 
-    @staticmethod
-    def _get_active_ddp_module() -> None:
-        """Tell torch.compile that no reducer waits for gradients."""
+    _get_active_ddp_module = staticmethod(lambda: None)  # tells torch.compile that no reducer waits for gradients
 
 
 class PlainShards(PlainReplicas):
@@ -345,10 +343,6 @@ def policy(module: nn.Module, *, recurse: bool = True, **changes: Any) -> Any:
 # ---- Put all of it in place.
 
 
-def _unchanged(module: Any, *args: Any, **kwargs: Any) -> Any:
-    return module
-
-
 def _mesh_of(tensor: torch.Tensor) -> DeviceMesh:
     wrap = wrapped().get(id(tensor), (*_wraps[:1], None))[0]
     return default_mesh() if wrap is None else wrap.mesh
@@ -359,7 +353,7 @@ _PLACES = ("shardwise", "torch.nn.parallel.distributed", *(f"torch.distributed.{
 _REPLACED: dict[str, Any] = {
     **dict.fromkeys(("fully_shard", "replicate", "shard_model"), shard),
     **dict.fromkeys(("FSDPModule", "ReplicateModule"), PlainModule),
-    **dict.fromkeys(("parallelize_module", "distribute_module"), _unchanged),
+    **dict.fromkeys(("parallelize_module", "distribute_module"), lambda module, *_, **__: module),
     **dict.fromkeys(("share_comm_ctx", "register_fsdp_forward_method", "use_in", "describe_units"), NOTHING),
     "DistributedDataParallel": PlainReplicas,
     "FullyShardedDataParallel": PlainShards,

@@ -7,7 +7,6 @@ Torch's global hooks watch modules and optimizers.  No hook tells where a backwa
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import os
 import sys
@@ -17,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from shardwise import torch_private
 from shardwise.containers import tensors_in
 from shardwise.fsdp.waiting_gradients import WaitingGradient
 from shardwise.one_host import RandomState
-from shardwise.prove.sketch import NOTHING, Named, Sketches, sketches_of
+from shardwise.prove.sketch import NOTHING, SIGNS, Named, Sketches, sketches_of
 from shardwise.safe_files import open_append
 
 LEAVE_S = 30.0  # what a rank that has made its steps waits for the others
@@ -120,10 +120,9 @@ class Models:
 
     def of_optimizer(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
         """Return the parameters of an optimizer; all if it has one that no model has had."""
-        all_params = self.tensors()
         given = [self._params.get(id(param)) for group in optimizer.param_groups for param in group["params"]]
-        is_known = None not in given and not self.fsdp1  # whose shards do not tell their places
-        return {each[1]: each[0] for each in given if each is not None} if is_known else all_params
+        known = {each[1]: each[0] for each in given if each is not None}
+        return self.tensors() if None in given or self.fsdp1 else known  # whose shards do not tell their places
 
     @contextmanager
     def whole(self, with_grads: bool = False) -> Generator[None]:
@@ -179,8 +178,7 @@ class RunRecorder:
             register_optimizer_step_post_hook(self._after_step),
         ):
             stack.callback(hook.remove)
-        torch.autograd.backward = backward
-        stack.callback(setattr, torch.autograd, "backward", original)
+        stack.enter_context(patch.object(torch.autograd, "backward", backward))
         return stack
 
     # ---- entries
@@ -189,9 +187,10 @@ class RunRecorder:
         """Note the sketches of tensors by name, some cut as those in ``like`` are; one of a known name gets a number."""
         for name, found in sketches_of(tensors, like, self.terms.exact).items():
             shape = "x".join(map(str, like.get(name, tensors[name]).shape)) if may_be_cut else ""
-            first = f"{stage}|{self.counts['microbatch']}|{shape}|{name}"
-            keys = itertools.chain([first], (f"{first} (call {number})" for number in itertools.count(2)))
-            self._found[next(key for key in keys if key not in self._found)] = found
+            number, first = 1, f"{stage}|{self.counts['microbatch']}|{shape}|{name}"
+            while (key := first + f" (call {number})" * (number > 1)) in self._found:
+                number += 1
+            self._found[key] = found
 
     def add_all(self, stage: str, name: str, tree: object) -> None:
         """Note the tensors in ``tree``, of which each rank has its own."""
@@ -202,16 +201,15 @@ class RunRecorder:
         """Return the entries as a line has them, and begin with none."""
         found, self._found = self._found, {}
         sums = torch.stack([each for each, _ in found.values()]).cpu().numpy() if found else ()
-        return {
-            key: [",".join(map(str, ranks)), packed(row)]
-            for (key, (_, ranks)), row in zip(found.items(), sums, strict=True)
-        }
+        rows = zip(found.items(), map(packed, sums), strict=True)
+        return {key: [",".join(map(str, ranks)), text] for (key, (_, ranks)), text in rows}
 
     def write(self, step: int, optimizer: int, **facts: Any) -> None:
         """Append the entries to this rank's file, and begin with none."""
         path = self.terms.path("rank-{}.jsonl")
         with open_append(path.parent, path.name) as file:
-            file.write(json.dumps({"step": step, "optimizer": optimizer, **facts, "values": self.take()}) + "\n")
+            line = {"step": step, "optimizer": optimizer, "signs": SIGNS, **facts, "values": self.take()}
+            file.write(json.dumps(line) + "\n")
 
     # ---- forward
 
@@ -256,7 +254,8 @@ class RunRecorder:
         """Keep the values of a model for the plain run; return facts of the recording.  Collective if they are sharded."""
         if self.terms.role == "tested":
             tensors = self.models.tensors(only=index) | self.models.tensors("buffers", index)
-            values = {name: full(each).clone() for name, each in tensors.items()}
+            full = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in tensors.items()}
+            values = {name: each.detach().clone() for name, each in full.items()}
             torch.save((values, RandomState().state_dict()), self.terms.path(f"initial-{index}-{{}}.pt"))
         return {}
 
@@ -342,18 +341,12 @@ def states_of(optimizer: Optimizer, params: Named) -> tuple[Named, Named]:
         state = optimizer.state[param] if param in optimizer.state else {}  # noqa: SIM401  a default of torch's adds one
         tensors = {f"{name}.{key}": each for key, each in state.items() if isinstance(each, torch.Tensor)}
         for key, each in sorted(tensors.items()):
-            if not isinstance(param, DTensor) or isinstance(each, DTensor):
-                states[key] = each
-            elif each.shape == torch_private.local_of(param).shape:
-                states[key], like[key] = each, param
-            elif each.numel() == 1:
+            is_local = isinstance(param, DTensor) and not isinstance(each, DTensor)
+            if is_local and each.shape == torch_private.local_of(param).shape:
+                like[key] = param
+            if not is_local or key in like or each.numel() == 1:
                 states[key] = each
     return states, like
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of a DTensor, and others as they are."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 @contextmanager

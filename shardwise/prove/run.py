@@ -110,6 +110,7 @@ def judge(both: Comparison) -> Verdict:
         "Seed it, and prove again"
     )
     reasons = {
+        "two versions of shardwise recorded them": runs[0].facts.get("signs") != runs[1].facts.get("signs"),
         "no optimizer made a step": not all(run.steps for run in runs),
         "no parameter has the same name in both runs": not names[0] & names[1],
         other_data: first is not None and first.step == 1 and "input of" in first.what,

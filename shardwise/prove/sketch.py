@@ -3,7 +3,8 @@
 The sign of an element is a hash of its place in the full tensor.  So the sum of the sketches of all shards is the sketch of the
 full tensor, and the difference of two sketches is the sketch of the difference, whose norm it estimates.  A digest depends on
 every bit, and adds up in the same way.
-Source: Alon, Matias and Szegedy, The space complexity of approximating the frequency moments, 1996.
+Source: Alon, Matias and Szegedy, The space complexity of approximating the frequency moments, 1996; rows are added first as in
+Charikar, Chen and Farach-Colton, Finding frequent items in data streams, 2002.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ class Box(NamedTuple):
 Named = Mapping[str, torch.Tensor]
 Sketches = dict[str, tuple[torch.Tensor, tuple[int, ...]]]  # of parts, with the ranks whose parts make a tensor whole
 NOTHING: Named = MappingProxyType({})
+SIGNS = 2  # counted up with the rule for signs: sketches by different rules do not compare
 NUM_SUMS = 12  # after them comes the sum of squares, which needs no estimate
 _MOST_STACKED = 1 << 14  # elements: a copy of more costs more than a call
 _MIN_COLUMNS = 64  # trailing dimensions are merged up to this: a product with few columns would be slow
+_BLOCKS = range(16, 1024)  # of rows: the first number that divides all; more are slower, and fewer estimate worse
 _MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # odd, of splitmix64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -46,23 +49,35 @@ def _places(box: Box, device: torch.device) -> torch.Tensor:
     return places
 
 
-@functools.lru_cache(4096)
-def _signs(box: Box, salt: int, device: torch.device) -> torch.Tensor:
-    """Return +1 or -1 for each sum and each element of a part: bits of one 64-bit hash of the element's place."""
-    mixed = (_places(box, device) + 1) * _MULTIPLIERS[0] + salt
+def _signs(places: torch.Tensor, salt: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return +1 or -1 for each sum and each place: bits of one 64-bit hash of the place."""
+    mixed = (places + 1) * _MULTIPLIERS[0] + salt
     mixed = (mixed ^ (mixed >> 30)) * _MULTIPLIERS[1]
     mixed = (mixed ^ (mixed >> 27)) * _MULTIPLIERS[2]
-    return ((mixed >> torch.arange(20, 20 + NUM_SUMS, device=device)[:, None]) & 1).double() * 2 - 1
+    return ((mixed >> torch.arange(20, 20 + NUM_SUMS, device=places.device)[:, None]) & 1).to(dtype) * 2 - 1
 
 
 @functools.lru_cache(4096)
-def _rows_and_columns(box: Box, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the signs of the leading dimensions, and of the trailing ones in ``dtype``; an element has their product."""
+def _tables(box: Box, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return signs of rows, blocks and columns, whose product an element has.
+
+    Columns are trailing dimensions.  Rows are the others; a fixed number of them is a block of the full tensor.  Rows have one
+    sign, alike in all sums, so that those of a block are added once, and not for each sum.
+
+    Shape: (blocks here, 1, rows of each), (sums, 1, blocks here), (sums, columns).
+    """
     cut = len(box.shape)
     while cut and math.prod(box.shape[cut:]) < _MIN_COLUMNS:
         cut -= 1
     rows, columns = (Box(*(each[part] for each in box)) for part in (slice(cut), slice(cut, None)))
-    return _signs(rows, 2, device), _signs(columns, 1, device).to(dtype)
+    total, first = math.prod(rows.shape), math.prod(rows.shape[1:]) * sum(rows.offsets[:1])
+    size = next((total // number for number in _BLOCKS if total and total % number == 0), 1)
+    # Of a part, blocks may be cut: what is added is as many rows as divide all of it.
+    step = math.gcd(size, first, math.prod(rows.sizes)) if rows.sizes[1:] == rows.shape[1:] else 1
+    places = _places(rows, device)
+    of_rows = _signs(places, 2, dtype)[0].reshape(-1, 1, step)
+    of_blocks = _signs(places[::step] // size, 3, dtype)[:, None]
+    return of_rows, of_blocks, _signs(_places(columns, device), 1, dtype)
 
 
 def _real(values: torch.Tensor, box: Box) -> tuple[torch.Tensor, Box]:
@@ -72,23 +87,21 @@ def _real(values: torch.Tensor, box: Box) -> tuple[torch.Tensor, Box]:
     return values, box
 
 
-def _whole(tensor: torch.Tensor) -> Box:
-    return Box(tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape))
-
-
 def sketch(stack: torch.Tensor, box: Box) -> torch.Tensor:
     """Return the float64 sums of each tensor in a stack, a row each; the place of all is ``box``.
 
-    Costs 12 multiplications and additions an element.  Call it without gradients.
+    Costs two multiplications and additions an element where rows are in blocks.  Call it without gradients.
     """
     values, box = _real(stack, box)
     dtype = torch.float32 if values.is_floating_point() and values.dtype.itemsize <= 4 else torch.float64
-    signs_of_rows, signs = _rows_and_columns(box, values.device, dtype)
-    num, num_rows, num_columns = len(stack), signs_of_rows.shape[1], signs.shape[1]
-    flat = values.to(dtype).reshape(num, num_rows * num_columns)
-    parts = (signs @ flat.view(num * num_rows, num_columns).t()).double().view(NUM_SUMS, num, num_rows)
-    sums = torch.linalg.vecdot(parts, signs_of_rows[:, None]).t()
-    return torch.cat((sums, torch.linalg.vecdot(flat, flat)[:, None]), 1)
+    of_rows, of_blocks, of_columns = _tables(box, values.device, dtype)
+    num, (blocks, _, step), columns = len(stack), of_rows.shape, of_columns.shape[1]
+    flat = values.to(dtype).reshape(num, blocks * step * columns)
+    added = (of_rows @ flat.view(num, blocks, step, columns)).view(num * blocks, columns)
+    sums = ((of_columns @ added.t()).view(NUM_SUMS, num, blocks) * of_blocks).sum(2, dtype=torch.float64)
+    # Of one tensor, torch.dot: vecdot writes the squares of all.
+    squares = torch.dot(flat[0], flat[0]) if num == 1 else torch.linalg.vecdot(flat, flat)
+    return torch.cat((sums, squares.view(1, num))).t()
 
 
 def digest(local: torch.Tensor, box: Box) -> torch.Tensor:
@@ -111,7 +124,8 @@ _parts: dict[object, Part | None] = {}  # by shape, placements and mesh of a DTe
 def _part_of(tensor: torch.Tensor) -> Part | None:
     """Return the part of a tensor on this rank; None for what has no values: on meta, or partial sums."""
     if not isinstance(tensor, DTensor):
-        return None if tensor.is_meta else (_whole(tensor), ())
+        shape = tuple(tensor.shape)
+        return None if tensor.is_meta else (Box(shape, (0,) * len(shape), shape), ())
     mesh = tensor.device_mesh
     key = tensor.shape, tensor.placements, mesh
     if key not in _parts:
@@ -124,6 +138,7 @@ def _part_of(tensor: torch.Tensor) -> Part | None:
     return None if tensor.is_meta else _parts[key]
 
 
+@torch.no_grad()
 def sketches_of(tensors: Named, like: Named = NOTHING, exact: bool = False) -> Sketches:
     """Return the sketches of this rank's parts of tensors that have values, with the ranks whose parts make each whole.
 
@@ -134,16 +149,17 @@ def sketches_of(tensors: Named, like: Named = NOTHING, exact: bool = False) -> S
     """
     stacks: dict[Any, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        local, part = torch_private.local_of(tensor).detach().to_dense(), _part_of(like.get(name, tensor))
+        local, part = torch_private.local_of(tensor), _part_of(like.get(name, tensor))
         if part is not None:  # small ones of one shape are sketched together
             own = name if local.numel() > _MOST_STACKED else ""
-            stacks.setdefault((part, local.dtype, local.device, own), {})[name] = local
+            stacks.setdefault((part, local.dtype, local.device, own), {})[name] = local.to_dense()
     found: Sketches = {}
     for ((box, owners), *_), members in stacks.items():
         first, *others = members.values()
-        sums = sketch(torch.stack([first, *others]) if others else first[None], box)
+        with torch.autocast(first.device.type, enabled=False):  # which would make products of bfloat16
+            sums = sketch(torch.stack([first, *others]) if others else first[None], box)
         if exact:
             numbers = torch.stack([digest(each, box) for each in members.values()])
             sums = torch.cat((sums, torch.stack((numbers >> 32, numbers & 0xFFFFFFFF), 1).double()), 1)
-        found |= {name: (row, owners) for name, row in zip(members, sums, strict=True)}
+        found |= {name: (row, owners) for name, row in zip(members, sums.unbind(), strict=True)}
     return {name: found[name] for name in tensors if name in found}

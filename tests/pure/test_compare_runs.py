@@ -179,3 +179,9 @@ def test_a_recording_without_steps_cannot_be_proven() -> None:
     assert verdict_on(Recording((0, 1))).reason == "no optimizer made a step"
     other = Recording((0, 1), {(0, 0): {key("parameter", "v"): {0: np.ones(13)}}})
     assert verdict_on(other).reason == "no parameter has the same name in both runs"
+
+
+def test_sketches_of_another_version_are_not_compared() -> None:
+    lines = [{"step": 0, "optimizer": 0, "values": {}, **signs} for signs in ({}, {"signs": 2})]
+    found = verdict_on(*(Recording.from_lines([(0, line)]) for line in lines))
+    assert (found.code, found.reason.partition(" recorded")[0]) == (2, "two versions of shardwise")
