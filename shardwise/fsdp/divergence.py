@@ -93,7 +93,8 @@ class Divergence:
             if said[_COUNT] != -said[_LESS_COUNT] or said[_ABOUT] != -said[_LESS_ABOUT]:
                 raise TransportError(f"a rank has left a {self._kind} that others still run; see its error")
         except RuntimeError as error:
-            raise self._engine.exec_order.explain(error, f"the other ranks in a {self._kind}") from error
+            self._engine.exec_order.explain(error, f"the other ranks in a {self._kind}")
+            raise
         return said
 
     def begin(self, wanted: PassKind | None, changed: Ids = None) -> None:

@@ -128,12 +128,6 @@ class Engine:
             if len(self.units) == 1:
                 unit.listen()  # its gradients are reduced in buckets as they come
 
-    # ---- what units call (``EngineSide`` in fsdp/unit.py) ----
-
-    def explain(self, error: RuntimeError, where: str) -> RuntimeError:
-        """Return ``error`` with the position of every rank that can be reached."""
-        return self.exec_order.explain(error, where)
-
     # ---- forward ----
 
     def before_forward(self, unit: Unit, module: nn.Module) -> None:
@@ -323,7 +317,7 @@ class Engine:
             self.comm_ctx.pass_tracker.end()
         except RuntimeError as error:
             self.comm_ctx.pass_tracker.abort()
-            raise self.exec_order.explain(error, "the other ranks at the end of forward or backward") from error
+            self.exec_order.explain(error, "the other ranks at the end of forward or backward")
         if self.comm_ctx.pass_tracker.number is None:
             # In a pass other ranks may read the shards, so writes of modules to full parameters are copied only now.
             for unit in self.units:

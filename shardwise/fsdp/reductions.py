@@ -6,7 +6,6 @@ import operator
 from collections.abc import Iterable, Sequence
 
 from shardwise import torch_private
-from shardwise.consistency.failure_report import concerns_others
 from shardwise.errors import StateError
 from shardwise.fsdp.comm_context import CommContext
 from shardwise.fsdp.execution_order import ExecOrderTracker
@@ -118,13 +117,7 @@ class Reductions:
             try:
                 self._in_flight += way(launch, gradients)
             except RuntimeError as error:
-                self._explain(error, launch.unit)
-                raise
-
-    def _explain(self, error: RuntimeError, unit: Unit) -> None:
-        """Raise from ``error`` one that says where the ranks are, unless it is of this rank alone."""
-        if concerns_others(error):
-            raise self._exec_order.explain(error, f"gradients of unit '{unit.name}'") from error
+                self._exec_order.explain(error, f"gradients of unit '{launch.unit.name}'")
 
     # ---- buckets of a unit that is alone: they are launched while its backward still runs ----
 
@@ -195,8 +188,7 @@ class Reductions:
             else:
                 reduction.advance()
         except RuntimeError as error:
-            self._explain(error, reduction.unit)
-            raise
+            self._exec_order.explain(error, f"gradients of unit '{name}'")
         if early_readers and reduction.is_over and not self._comm_ctx.streams.are_concurrent:
             reduction.show()
         if listeners:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import repeat
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -17,7 +17,6 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.collectives.compressed import Coding, takes
 from shardwise.collectives.routes import Handle
-from shardwise.consistency.failure_report import concerns_others
 from shardwise.errors import StateError
 from shardwise.fsdp.backward import NOWHERE, Place, UnitBackward
 from shardwise.fsdp.comm_context import UnitComm
@@ -346,11 +345,11 @@ class Unit:
         """Tell listeners that the unit has done ``op``; call it only if there are any."""
         emit(self.track.name, Call(op, self.name, num_bytes, in_place))
 
-    def _explain(self, error: RuntimeError) -> None:
+    def _explain(self, error: RuntimeError) -> NoReturn:
         """Raise from ``error`` one that says where the ranks are, unless it is of this rank alone."""
-        engine = self.engine_side.engine_ref()
-        if engine is not None and concerns_others(error):
-            raise engine.explain(error, f"all-gather of {unit_in_words(self.name)}") from error
+        if (engine := self.engine_side.engine_ref()) is not None:
+            engine.exec_order.explain(error, f"all-gather of {unit_in_words(self.name)}")
+        raise error
 
     # ---- what user code has changed between passes ----
 
@@ -462,7 +461,6 @@ class Unit:
             self.handle = memory.gather_from_sub() if from_sub else memory.gather()
         except RuntimeError as error:
             self._explain(error)
-            raise
         self.held, self.fresh_as_of = COMING, (version, pass_number)
         if listeners:
             self.emit(Op.UNSHARD, *self.gather_staging)
@@ -493,7 +491,6 @@ class Unit:
                     self.handle.wait()
                 except RuntimeError as error:
                     self._explain(error)
-                    raise
                 self.handle = None
         # After the wait, so that user code that runs while the gather is in flight never finds a parameter without values.
         self.tables.register_full()
