@@ -270,7 +270,7 @@ def full_window(flat: torch.Tensor, move: Move, base: int) -> torch.Tensor:
 def packed_window(flat: torch.Tensor, move: Move) -> torch.Tensor:
     """Return the side of ``move`` that is in a packed buffer.
 
-    It is not a view, since a view references ``flat``: :class:`BufferWindows` caches windows until ``flat`` dies, and with
+    It is not a view, since a view references ``flat``: :func:`known_windows` caches windows until ``flat`` dies, and with
     views it never would.
     """
     with torch.inference_mode(False):
@@ -279,26 +279,18 @@ def packed_window(flat: torch.Tensor, move: Move) -> torch.Tensor:
         return window.set_(flat.untyped_storage(), start, move.shape, move.packed_stride)
 
 
-class BufferWindows:
-    """A cache of windows by buffer, until the buffer dies.  Keys are ids, since tensors compare element by element."""
-
-    def __init__(self) -> None:
-        self.kept: dict[int, tuple[weakref.ref[torch.Tensor], list[torch.Tensor]]] = {}
-
-    def of(self, buffer: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return the cached windows of ``buffer``, or None."""
-        found = self.kept.get(id(buffer))
-        return found[1] if found is not None and found[0]() is buffer else None
-
-    def put(self, buffer: torch.Tensor, windows: list[torch.Tensor]) -> None:
-        """Cache ``windows`` until ``buffer`` dies."""
-        key, kept = id(buffer), self.kept
-        kept[key] = (weakref.ref(buffer, lambda gone: _forget(kept, key, gone)), windows)
+# Windows by the id of their buffer, since tensors compare element by element.
+Windows = dict[int, tuple[weakref.ref[torch.Tensor], list[torch.Tensor]]]
 
 
-def _forget(kept: dict[int, tuple[weakref.ref[torch.Tensor], list[torch.Tensor]]], key: int, gone: object) -> None:
-    if key in kept and kept[key][0] is gone:  # a new buffer may have the same id by now
-        del kept[key]
+def known_windows(
+    kept: Windows, buffer: torch.Tensor, make: Callable[[torch.Tensor], list[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """Return what ``kept`` has for ``buffer``, or else ``make(buffer)``, which it keeps until the buffer dies."""
+    found, key = kept.get(id(buffer)), id(buffer)
+    if found is None or found[0]() is not buffer:
+        found = kept[key] = weakref.ref(buffer, lambda _: kept.pop(key, None)), make(buffer)
+    return found[1]
 
 
 class GatherLayout:
@@ -414,7 +406,7 @@ class Delivery:
         self.shard = functools.partial(shards.section_of, shards.buckets[0]) if is_one else shards.section
         self.take_over = fulls[0].take_over if shards.are_full(fulls) else None
         self._full_windows: list[torch.Tensor] | None = None
-        self._packed_windows = BufferWindows()
+        self._packed_windows: Windows = {}
 
     def buckets(self) -> Sequence[BucketEnds]:
         return self._ends
@@ -431,13 +423,7 @@ class Delivery:
             rows = packed.view(shards.num_shards, -1)[: shards.num_even]
             torch.split_with_sizes_copy(rows, shards.columns, dim=1, out=self._full_windows)
             return
-        known = self._packed_windows.kept.get(id(packed))
-        if known is not None and known[0]() is packed:
-            sources = known[1]
-        else:
-            sources = shards.packed_windows(packed)
-            self._packed_windows.put(packed, sources)
-        torch_private.copy_all(self._full_windows, sources)
+        torch_private.copy_all(self._full_windows, known_windows(self._packed_windows, packed, shards.packed_windows))
 
 
 # ---- The layout of gradients during and after their reduction.
@@ -462,7 +448,7 @@ class ReduceLayout:
         self.names = ", ".join(names[:3]) + more
         self._moves = [self.bucket.moves(index, into_full=False) for index in range(len(params))]
         self._parts: dict[int, tuple[Move, ...]] = {}
-        self._packed_windows = BufferWindows()
+        self._packed_windows: Windows = {}
         shapes = [shard.shard_shape(rank) for shard in self.bucket.shards]
         self._places = [*zip(self.bucket.offsets, shapes, strict=True)]
         self.num_spare = num_spare
@@ -504,16 +490,16 @@ class ReduceLayout:
             return
         if self.bucket.has_padding:
             packed.zero_()
-        targets = self._packed_windows.of(packed)
-        if targets is None:
-            targets = [packed_window(packed, move) for moves in self._moves for move in moves]
-            self._packed_windows.put(packed, targets)
+        targets = known_windows(self._packed_windows, packed, self._windows_in)
         sources: list[torch.Tensor] = []
         for gradient, moves in zip(gradients, self._moves, strict=True):
             dense = gradient.contiguous()
             start = dense.storage_offset()
             sources += [dense.as_strided(move.shape, move.full_stride, start + move.full_offset) for move in moves]
         torch_private.copy_all(targets, sources)
+
+    def _windows_in(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        return [packed_window(packed, move) for moves in self._moves for move in moves]
 
     def pack_whole(self, gradients: list[torch.Tensor], section: GradientSection) -> None:
         """Copy ``gradients`` to ``section``, of which this rank has all shards; padding becomes zero."""
