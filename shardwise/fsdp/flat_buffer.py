@@ -368,11 +368,8 @@ class ShardEnds:
         assert isinstance(bucket, FlatBucket)
         self._shards, self._bucket, self._full, self._pool = shards, bucket, full, pool
         self._parts: dict[int, list[torch.Tensor]] = {}
-        self.layout, self.dtype, self.full_dtype = bucket.layout, bucket.dtype, bucket.full_dtype
-
-    @property
-    def params(self) -> Sequence[ShardedParam]:
-        return self._bucket.params
+        self.params, self.layout = bucket.params, bucket.layout
+        self.dtype, self.full_dtype = bucket.dtype, bucket.full_dtype
 
     @property
     def number(self) -> int | None:
