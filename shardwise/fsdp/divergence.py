@@ -70,7 +70,8 @@ class Divergence:
         self.divides_by_all = True
         self._count = 0
         self._kind: PassKind = "forward"
-        # The schedule of the running pass, see SharedSchedule in fsdp/unit.py; units move the cursor without a call.
+        # The schedule of the running pass, and how many of its collectives this rank has launched.  Not the plan of a step
+        # (``plan/schedule.py``), which a rank follows alone: all ranks launch these, in this order.
         # A number is the gather of that unit, its complement (negative) is the reduction.
         self.gathers, self.cursor = [_END], 0
         self._late: dict[Unit, Gradients] = {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import repeat
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -61,28 +61,6 @@ def _no_engine() -> None:
     return None
 
 
-class SharedSchedule(Protocol):
-    """The collectives of a pass whose ranks may take different ways: :class:`shardwise.fsdp.divergence.Divergence`.
-
-    Not the plan of a step (``plan/schedule.py``), which a rank follows alone: all ranks launch these, in this order.
-
-    Attributes:
-        gathers: for each collective the number of the unit whose parameters are gathered; -1 if it is no gather.
-        cursor: how many collectives this rank has launched.  The last entry of ``gathers`` is -1, so it is always an index.
-    """
-
-    gathers: list[int]
-    cursor: int
-
-    def reach_gather(self, unit: Unit) -> None:
-        """Launch for other ranks what comes before the gather of ``unit``, which the caller launches next."""
-        ...
-
-    def serve_next(self) -> None:
-        """Launch for other ranks what comes next."""
-        ...
-
-
 class StepChecks:
     """The events that checks of user programs listen to; this one checks nothing.  The checks are in ``shardwise.checks``.
 
@@ -120,14 +98,15 @@ class EngineSide:
         engine_for_gradient: returns the engine for a gradient; for plain parameters it makes one before the first forward.
         checks: those of the engine.
         diverges: ranks may take different ways.
-        schedule: set if ranks may take different ways and a gather of this unit needs all of them; else None.
+        schedule: the engine's ``Divergence`` (``divergence.py``, which imports this file) if ranks may take different ways and
+            a gather of this unit needs all of them; else None.
     """
 
     engine_ref: Callable[[], Any] = _no_engine
     engine_for_gradient: Callable[[], Any] = _no_engine
     checks: StepChecks = field(default_factory=StepChecks)
     diverges: bool = False
-    schedule: SharedSchedule | None = None
+    schedule: Any = None
 
 
 @dataclass(slots=True)
@@ -449,12 +428,9 @@ class Unit:
             self._check_sub()
         schedule = self.engine_side.schedule
         if schedule is not None and pass_number is not None:
-            # Ranks that take different ways still have to launch the same collectives: this gather is either the next one of
-            # the schedule, or the gathers before it, which only other ranks need, are launched first.
-            if schedule.gathers[schedule.cursor] == self.number:
-                schedule.cursor += 1
-            else:
-                schedule.reach_gather(self)
+            # Ranks that take different ways still have to launch the same collectives: the gathers before this one, which only
+            # other ranks need, are launched first.
+            schedule.reach_gather(self)
         if listeners:
             begin(self.track.name, "unshard", self.name)
         try:
