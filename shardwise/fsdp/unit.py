@@ -22,7 +22,7 @@ from shardwise.fsdp.backward import NOWHERE, Place, UnitBackward
 from shardwise.fsdp.comm_context import UnitComm
 from shardwise.fsdp.flat_buffer import FlatBucket, ReduceLayout
 from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, are_usual, local_form
-from shardwise.fsdp.param import Registration, ShardedParam, manager_of
+from shardwise.fsdp.param import Registration, ShardedParam, manager_of, nothing
 from shardwise.fsdp.settings import UnitSettings
 from shardwise.fsdp.tables import Tables, Written
 from shardwise.fsdp.unit_memory import UnitMemory
@@ -55,10 +55,6 @@ class Memory(Enum):
 # user code has kept unsharded shows the shards between passes while the full ones are held.
 SHARDS, SUB, FULL = Registered
 NONE, COMING, HELD = Memory
-
-
-def _no_engine() -> None:
-    return None
 
 
 class StepChecks:
@@ -102,8 +98,8 @@ class EngineSide:
             a gather of this unit needs all of them; else None.
     """
 
-    engine_ref: Callable[[], Any] = _no_engine
-    engine_for_gradient: Callable[[], Any] = _no_engine
+    engine_ref: Callable[[], Any] = nothing
+    engine_for_gradient: Callable[[], Any] = nothing
     checks: StepChecks = field(default_factory=StepChecks)
     diverges: bool = False
     schedule: Any = None
