@@ -41,7 +41,7 @@ from shardwise.fsdp.roots import (
     set_divergence,
     set_limits,
 )
-from shardwise.fsdp.unit import Unit
+from shardwise.fsdp.unit import NONE, Unit
 from shardwise.fsdp.waiting_gradients import withdrawn
 from shardwise.plan.schedule import UnitPolicy
 
@@ -590,9 +590,9 @@ class FSDPModule(_Base):
         sharded.
         """
         self._replace_policies(recurse, keeps_full_memory=keep)
-        if not keep:
-            for unit in self._units(recurse):
-                unit.free_kept_memory()
+        for unit in self._units(recurse):
+            if unit.held is NONE and not keep:
+                unit.memory.drop()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward of this module reads its parameters; an embedding's does not."""

@@ -525,11 +525,6 @@ class Unit:
             self.handle = None
         self._register_sharded()
 
-    def free_kept_memory(self) -> None:
-        """Free the memory of full parameters that a sharded unit keeps, after the policy that kept it has changed."""
-        if self.held is NONE and not self.policy.keeps_full_memory:
-            self.memory.drop()
-
     def abandon(self) -> None:
         """Reset the unit after a failure: sharded, in no forward and no backward; an all-gather in flight is cancelled."""
         self.forward, self.backward, self.reshards_late = UnitForward(), UnitBackward(), False
