@@ -24,7 +24,7 @@ from shardwise.fsdp.manual_finalization import ManualFinalization
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.reductions import Reductions
 from shardwise.fsdp.tables import Written
-from shardwise.fsdp.unit import COMING, HELD, SUB, StepChecks, Unit, is_in_backward
+from shardwise.fsdp.unit import COMING, HELD, SHARDS, SUB, StepChecks, Unit, is_in_backward
 from shardwise.fsdp.waiting_gradients import withdrawn
 from shardwise.observe import Op, listeners, logger, unit_in_words
 from shardwise.plan.schedule import StepEvent
@@ -175,9 +175,14 @@ class Engine:
             return True
         if not self.forwards or self.forwards[-1][0] is not unit:
             return True
-        raised = sys.exc_info()[1]
+        raised, family = sys.exc_info()[1], (unit, *unit.others)
+        for member in family:
+            member.forward.holders -= 1
         if raised is not self.forwards.pop()[1]:  # forward has raised
-            unit.abort_forward()
+            unit.forward.awaited = set()
+            for member in family:
+                if not member.forward.holders:
+                    member.reshard(in_pass=True)  # a caller may catch the exception, and its forward goes on
             if not self.forwards:
                 # Errors of shardwise have reported themselves.
                 if isinstance(raised, Exception) and not isinstance(raised, ShardwiseError):
@@ -186,12 +191,10 @@ class Engine:
                 self.reset()
             return False
         unit.forward.awaited.discard(id(module))
-        for member in (unit, *unit.others):
-            member.forward.holders -= 1
         if not unit.forward.awaited:
             if not unit.forward.holders:
                 self.exec_order.record(unit, StepEvent.POST_FORWARD)
-            for member in (unit, *unit.others):
+            for member in family:
                 if not member.forward.holders:
                     member.reshard_after_forward()
         if not self.forwards:
@@ -328,7 +331,8 @@ class Engine:
                 elif unit.held is HELD:
                     unit.keep(self._see_writes)
                     if no_backward_follows and not (self._leaves_full(unit) or unit.backward.keeps_for_graph):
-                        unit.show_shards()
+                        unit.tables.register_sharded()  # user code then finds what optimizers have
+                        unit.registered = SHARDS
 
     def _see_writes(self, unit: Unit, written: Written) -> None:
         if self.divergence is not None:

@@ -540,14 +540,6 @@ class Unit:
         """
         return sum(buffer.num_holders for buffer in self.memory.fulls)
 
-    def abort_forward(self) -> None:
-        """Reshard what no other forward uses, after one of the unit's modules raised."""
-        self.forward.awaited = set()
-        for member in (self, *self.others):
-            member.forward.holders -= 1
-            if not member.forward.holders:
-                member.reshard(in_pass=True)  # a caller may catch the exception, and its forward goes on
-
     def reshard_after_forward(self) -> None:
         """Apply ``policy.reshard_after_forward``, unless something reads the full parameters before backward does."""
         backward, checks, wanted = self.backward, self.engine_side.checks, self.policy.reshard_after_forward
@@ -660,11 +652,6 @@ class Unit:
         self.take_writes(on_written)
         self.tables.is_kept = True
         self.listen()
-
-    def show_shards(self) -> None:
-        """Register the shards while the unit stays unsharded, so that user code finds what optimizers have."""
-        self.tables.register_sharded()
-        self.registered = SHARDS
 
     # ---- gradients ----
 
