@@ -115,11 +115,7 @@ class Reduction:
         self._comm = comm = unit.memory.bound_comm or unit.memory.comm
         self.is_partial = comm.replicas is not None and not launch.syncs_replicas
         self.has_next = comm.replicas is not None or bool(self._partial) or self._hook is not None
-        dtypes = known.gradient_dtypes if params is known.by_size else None
-        if dtypes is None:
-            dtypes = {param.dtype for param in params}
-            if params is known.by_size:
-                known.gradient_dtypes = dtypes
+        dtypes = known.gradient_dtypes if params is known.by_size else {param.dtype for param in params}
         # The section that is received then holds the gradients that users see, without another copy.
         self._is_final = not self.is_partial and not self._storage.is_offloaded and dtypes == {dtype}
         # Handles of the two stages while they are in flight: the reduce-scatter, and the all-reduce over replicas.

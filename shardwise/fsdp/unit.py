@@ -131,7 +131,7 @@ class UnitReduction:
         by_size: the parameters in their order in memory, large ones first.
         dtypes: gradient dtype -> reduce dtype, for parameters without a dtype of their own.  A gradient dtype with more than
             one reduce dtype is missing.
-        gradient_dtypes: the dtypes of ``.grad`` of all parameters, cached until user code changes something.
+        gradient_dtypes: the dtypes of ``.grad`` of all parameters.
         layouts: of reductions, by dtype and parameters.
         split: the buckets of a unit that is alone, and what they depend on.
         num_commits: how often gradients of the unit have been set; an optimizer is expected to change the shards after each.
@@ -140,7 +140,7 @@ class UnitReduction:
 
     by_size: list[ShardedParam]
     dtypes: dict[torch.dtype, torch.dtype] = field(default_factory=dict[torch.dtype, torch.dtype])
-    gradient_dtypes: set[torch.dtype] | None = None
+    gradient_dtypes: set[torch.dtype] = field(default_factory=set[torch.dtype])
     layouts: dict[tuple[object, ...], ReduceLayout] = field(default_factory=dict[tuple[object, ...], ReduceLayout])
     split: tuple[object, tuple[tuple[int, ...], ...]] = None, ()
     num_commits: int = 0
@@ -349,7 +349,6 @@ class Unit:
         # Only here does anything loop over parameters in Python; a warm step ends above.
         is_first = self.memory.is_new
         self.tables.forget()
-        self.reduction.gradient_dtypes = None
         if not is_first:  # else they have just been sharded
             self.adopt_registered()
             for param in self.params:
@@ -365,6 +364,7 @@ class Unit:
                     full_dtype = param.dtype_of_full(self.settings.precision)
                     found.setdefault(full_dtype, set()).add(self.memory.reduce_dtype(param))
             self.reduction.dtypes = {full: wanted.pop() for full, wanted in found.items() if len(wanted) == 1}
+        self.reduction.gradient_dtypes = {param.dtype for param in self.params}
         self.tables.see()
         self.engine_side.checks.see_change()
 
