@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -251,10 +252,9 @@ class Unit:
 
     def largest_reductions(self) -> list[tuple[int, int]]:
         """Return (elements of a section, bytes of an element) of the reduction of all parameters, per reduce dtype."""
-        by_dtype: dict[torch.dtype, int] = {}
+        by_dtype = Counter[torch.dtype]()
         for param in self.params:
-            dtype = self.memory.reduce_dtype(param)
-            by_dtype[dtype] = by_dtype.get(dtype, 0) + param.shard.section_numel
+            by_dtype[self.memory.reduce_dtype(param)] += param.shard.section_numel
         num_parts = 1 if self.settings.sums is None else self.settings.sums.most_parts
         return [(num_parts * numel, dtype.itemsize) for dtype, numel in by_dtype.items()]
 
@@ -700,9 +700,8 @@ class Unit:
         # Ranks pair all-reduces over replicas by their parameters, so one that has a sum of earlier backwards and no gradient
         # in this one takes part with zeros.
         if self.earlier.partial and self.sums_are_due:
-            for param, sum_over_shards in self.earlier.partial.items():
-                if param not in taken:
-                    taken[param] = sum_over_shards.new_zeros(param.shard.shape)
+            sums = self.earlier.partial.items()
+            taken |= {param: each.new_zeros(param.shard.shape) for param, each in sums if param not in taken}
         self.backward.leave()
         return taken
 
