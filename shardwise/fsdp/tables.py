@@ -179,17 +179,6 @@ class Tables:
             self._note_versions(counted)
         return counted is not None
 
-    def see(self) -> None:
-        """Note what is registered now, for later checks."""
-        self.seen = Snapshot(self._params, self._memory.extended.params)
-        self.count_versions()
-
-    def forget(self, is_repacked: bool = False) -> None:
-        """Forget what was seen; ``is_repacked``: and the full parameters that were registered."""
-        self.seen = self.swap = None
-        if is_repacked:
-            self.registered = [], [], [], []
-
     def _note_versions(self, counted: Sequence[int]) -> None:
         """Take the version counters of the shards."""
         self.last_version, self._has_new_versions = 0, True

@@ -25,7 +25,7 @@ from shardwise.fsdp.flat_buffer import FlatBucket, ReduceLayout
 from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, are_usual, local_form
 from shardwise.fsdp.param import Registration, ShardedParam, manager_of, nothing
 from shardwise.fsdp.settings import UnitSettings
-from shardwise.fsdp.tables import Tables, Written
+from shardwise.fsdp.tables import Snapshot, Tables, Written
 from shardwise.fsdp.unit_memory import UnitMemory
 from shardwise.layout import by_size
 from shardwise.observe import Call, Op, Track, begin, emit, listeners, unit_in_words
@@ -348,7 +348,7 @@ class Unit:
             return
         # Only here does anything loop over parameters in Python; a warm step ends above.
         is_first = self.memory.is_new
-        self.tables.forget()
+        self.tables.seen = self.tables.swap = None
         if not is_first:  # else they have just been sharded
             self.adopt_registered()
             for param in self.params:
@@ -357,7 +357,7 @@ class Unit:
         for param in self.params:
             param.storage = torch_private.storage_id(param.sharded)
         if self.memory.settle(self.params, self.reduction.by_size):
-            self.tables.forget(is_repacked=True)
+            self.tables.registered = [], [], [], []
             found: dict[torch.dtype, set[torch.dtype]] = {}
             for param in self.params:
                 if not param.keeps_dtype:
@@ -365,7 +365,8 @@ class Unit:
                     found.setdefault(full_dtype, set()).add(self.memory.reduce_dtype(param))
             self.reduction.dtypes = {full: wanted.pop() for full, wanted in found.items() if len(wanted) == 1}
         self.reduction.gradient_dtypes = {param.dtype for param in self.params}
-        self.tables.see()
+        self.tables.seen = Snapshot(self.params, self.memory.extended.params)
+        self.tables.count_versions()
         self.engine_side.checks.see_change()
 
     def adopt_registered(self) -> None:
