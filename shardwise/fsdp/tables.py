@@ -234,8 +234,9 @@ class Tables:
         for param in params:
             if param.full is None:
                 param.full, param.is_hooked = memory.make_full(param), False
-            elif memory.aliases_shard(param) and not _lies_as_sharded(param):
-                # Keep the parameter object, which a graph may reference, and point it to the new memory of the shard.
+            elif memory.aliases_shard(param):
+                # Keep the parameter object, which a graph may reference, and point it to the memory of the shard, which user
+                # code may have moved.
                 param.full.data = memory.make_full(param).detach()
         for param in (*params, *memory.extended.params):
             full = param.registered_form = param.full
@@ -350,11 +351,3 @@ class Tables:
             for registration in param.registrations:
                 if param.is_own(registration.parameters.get(registration.name)):
                     registration.put(param.sharded)
-
-
-def _lies_as_sharded(param: ShardedParam) -> bool:
-    """Return True if the full parameter has the address and strides of this rank's shard, which user code may have moved."""
-    local, full = param.local, param.full
-    if full is None or full.data_ptr() != local.data_ptr():
-        return False
-    return torch_private.local_of(full).stride() == local.stride()
