@@ -35,7 +35,6 @@ class FullBuffer:
 
     Attributes:
         aliases_shards: the full parameters are the shards themselves.
-        address: of the memory.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, aliases_shards: bool = False) -> None:
@@ -47,7 +46,7 @@ class FullBuffer:
         if not aliases_shards:
             torch_private.refuse_reads(self._storage, _RESHARDED)
         self.num_bytes = 0 if aliases_shards else numel * dtype.itemsize
-        self._dtype, self.address = dtype, 0
+        self._dtype = dtype
         self._flat: torch.Tensor | None = None
 
     def hold(self, pool: BufferPool, gathered: PooledBuffer | None = None) -> torch.Tensor:
@@ -56,7 +55,6 @@ class FullBuffer:
         if self._pooled is None:
             self._pooled = pool.acquire(self.num_bytes) if gathered is None else gathered
             torch_private.swap_storage(self._storage, self._pooled.storage)
-            self.address = torch.UntypedStorage.data_ptr(self._storage)  # without a call of Python
             # Outside of inference mode: the first gather may be that of an evaluation, and training needs this tensor later.
             if self._flat is None:
                 with torch.inference_mode(False):

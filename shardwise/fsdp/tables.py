@@ -24,9 +24,7 @@ from shardwise.fsdp.unit_memory import UnitMemory
 _ADDRESS = torch.Tensor.data_ptr
 _FACTS_OF_LOCAL, _GRAD_DTYPE = operator.attrgetter("dtype", "device"), operator.attrgetter("grad_dtype")
 _IS, _REQUIRES_GRAD, _VERSION = operator.is_, operator.attrgetter("requires_grad"), torch_private.version_of
-_PLACE = operator.attrgetter("address")
 _TARGET: Callable[[weakref.ref[torch.Tensor]], torch.Tensor | None] = weakref.ref.__call__
-_MOST_PLACES = 16  # of the memory of full parameters whose addresses are kept
 Registry = dict[str, nn.Parameter | None]
 Written = list[ShardedParam]  # whose full parameters a forward has written to
 # Returns the hook of the gradient of a parameter, by ordinal.
@@ -159,7 +157,6 @@ class Tables:
         self.seen: Snapshot | None = None
         self.swap: Swap | None = None
         self.registered: tuple[list[ShardedParam], list[nn.Parameter], list[int], list[int]] = [], [], [], []
-        self._addresses: dict[object, list[int]] = {}  # of full parameters, by that of their memory
         self.last_version = 0
         self._has_new_versions = True  # the version counters of full parameters do not reflect the shards' yet
         self.is_kept = False
@@ -214,14 +211,9 @@ class Tables:
             registry.update(fulls_of)
         for at, full, _ in swap.with_setattr:
             at.call_setattr(full)
-        # What writes of user code to full parameters are recognized by (:meth:`find_writes`); few addresses take turns.
+        # What writes of user code to full parameters are recognized by (:meth:`find_writes`).
         params, fulls, versions, _ = self.registered
-        addresses = self._addresses.get(place := tuple(map(_PLACE, memory.fulls)))
-        if addresses is None:
-            if len(self._addresses) > _MOST_PLACES:
-                self._addresses.clear()
-            addresses = self._addresses[place] = [*map(_ADDRESS, fulls)]
-        self.registered = params, fulls, versions, addresses
+        self.registered = params, fulls, versions, [*map(_ADDRESS, fulls)]
         if memory.in_place:
             self._check_not_replaced(memory.in_place)
             self._own_forms_in_place()
@@ -246,7 +238,6 @@ class Tables:
         swap = self.swap = Swap([*params, *memory.extended.params])
         fulls = swap.fulls[: len(params)]
         self.registered = params, fulls, [*map(_VERSION, fulls)], []
-        self._addresses.clear()
         return swap
 
     def _own_forms_in_place(self) -> None:
