@@ -384,18 +384,26 @@ def _aligned(gradient: torch.Tensor, alignment: int) -> torch.Tensor:
     return gradient.clone() if torch_private.local_of(gradient).data_ptr() % alignment else gradient
 
 
-def launch_reductions(launch: Launch, gradients: Gradients) -> list[Reduction]:
-    """Launch the reductions of ``gradients`` of a unit, and remove them: one per dtype, the same on every rank."""
-    unit, launched = launch.unit, list[Reduction]()
+def launch_reductions(launch: Launch, gradients: Gradients, apart: bool) -> list[Reduction]:
+    """Launch the reductions of ``gradients`` of a unit, and remove them: one per dtype, the same on every rank.
+
+    ``apart``: large ones come first, each in its own memory; those that include gradients of earlier backwards are copied.
+    """
+    unit, num_before = launch.unit, len(launch.reductions)
+    by_size = unit.reduction.by_size if apart else ()
+    large = [param for param in by_size if param in gradients and _is_large(unit, param, gradients[param].dtype)]
+    lots = [(gradients[param].dtype, [param], [gradients.pop(param)]) for param in large]
     for dtype, params in by_reduce_dtype(unit, gradients, [*map(_DTYPE, gradients.values())]):
-        each = Reduction(launch, dtype, _scale_of(unit, dtype), params, [*map(gradients.pop, params)])
+        lots.append((dtype, params, [*map(gradients.pop, params)]))
+    for dtype, params, values in lots:
+        is_in_place = params[0] in large and params[0] not in launch.held and is_own(values[0])
+        each = Reduction(launch, dtype, _scale_of(unit, dtype), params, values)
         launch.reductions.append(each)  # at once: should the next one raise, this one is cancelled
-        launched.append(each)
         if each.has_elements and unit.memory.is_collective:
             each.scatter()
         else:
-            each.reduce_here()
-    return launched
+            each.reduce_here(is_in_place)
+    return launch.reductions[num_before:]
 
 
 def planned_scatter_bytes(unit: Unit) -> int:
@@ -469,16 +477,3 @@ def _is_large(unit: Unit, param: ShardedParam, dtype: torch.dtype) -> bool:
     """Return True if the gradient of ``param`` is reduced in its own memory: within a host a copy costs as much as sending."""
     on_host = not unit.settings.storage.on.has_streams
     return is_summed(unit) and on_host and param.shard.numel * dtype.itemsize >= LARGE_BYTES
-
-
-def launch_large(launch: Launch, gradients: Gradients) -> list[Reduction]:
-    """Launch the reductions of the large ones of ``gradients`` and remove them; those of earlier backwards are copied."""
-    unit, launched = launch.unit, list[Reduction]()
-    for param in unit.reduction.by_size:
-        if (gradient := gradients.get(param)) is not None and _is_large(unit, param, gradient.dtype):
-            del gradients[param]
-            each = Reduction(launch, gradient.dtype, _scale_of(unit, gradient.dtype), [param], [gradient])
-            launch.reductions.append(each)
-            launched.append(each)
-            each.reduce_here(param not in launch.held and is_own(gradient))
-    return launched

@@ -14,7 +14,6 @@ from shardwise.fsdp.gradients import (
     Reduction,
     early_readers,
     is_summed,
-    launch_large,
     launch_reductions,
     split,
 )
@@ -112,12 +111,11 @@ class Reductions:
 
     def _send(self, launch: Launch, gradients: Gradients) -> None:
         """Launch the reductions of ``gradients``, those of large ones apart."""
-        is_large = not launch.unit.memory.is_collective and self._is_all_reduced(launch.unit)
-        for way in (launch_large, launch_reductions) if is_large else (launch_reductions,):
-            try:
-                self._in_flight += way(launch, gradients)
-            except RuntimeError as error:
-                self._exec_order.explain(error, f"gradients of unit '{launch.unit.name}'")
+        apart = not launch.unit.memory.is_collective and self._is_all_reduced(launch.unit)
+        try:
+            self._in_flight += launch_reductions(launch, gradients, apart)
+        except RuntimeError as error:
+            self._exec_order.explain(error, f"gradients of unit '{launch.unit.name}'")
 
     # ---- buckets of a unit that is alone: they are launched while its backward still runs ----
 
@@ -148,13 +146,11 @@ class Reductions:
         """Return the buckets of ``unit``, which is alone, if it has several."""
         if not self._is_all_reduced(unit):
             return ()
-        made_from, known = (
-            (unit.memory.packs.count, [param.sharded.requires_grad for param in unit.params]),
-            unit.reduction,
-        )
-        if known.split[0] != made_from:
-            known.split = made_from, split(unit)
-        return known.split[1] if len(known.split[1]) > 1 else ()
+        made_from = unit.memory.packs.count, [param.sharded.requires_grad for param in unit.params]
+        if unit.reduction.split[0] != made_from:
+            unit.reduction.split = made_from, split(unit)
+        found = unit.reduction.split[1]
+        return found if len(found) > 1 else ()
 
     def _send_parts(self, launch: Launch, buckets: Iterable[tuple[int, ...]], gradients: Gradients) -> None:
         for bucket in buckets:
