@@ -97,12 +97,12 @@ class Reduction:
         self,
         launch: Launch,
         dtype: torch.dtype,
-        scale: Scale,
         params: list[ShardedParam],
         gradients: list[torch.Tensor],
     ) -> None:
         unit = self.unit = launch.unit  # not the launch: that owns the reduction, and a cycle would keep memory
-        self.dtype, self._scale, self.gradients, self._storage = dtype, scale, gradients, unit.settings.storage
+        self.dtype, self.gradients, self._storage = dtype, gradients, unit.settings.storage
+        self._scale = _scale_of(unit, dtype)
         # In the usual case ``params`` is this very list, which saves hashing every parameter.
         # The layout depends on which parameters have gradients, mostly on all of them.
         known = unit.reduction
@@ -126,6 +126,7 @@ class Reduction:
         self.number, self.checksum = 0, None
         self._result: GradientSection | None = None
         self._stored: list[torch.Tensor] | None = None
+        launch.reductions.append(self)  # at once: should the next one raise, this one is cancelled
 
     # ---- the ends of the collectives ----
 
@@ -390,19 +391,16 @@ def launch_reductions(launch: Launch, gradients: Gradients, apart: bool) -> list
     ``apart``: large ones come first, each in its own memory; those that include gradients of earlier backwards are copied.
     """
     unit, num_before = launch.unit, len(launch.reductions)
-    by_size = unit.reduction.by_size if apart else ()
-    large = [param for param in by_size if param in gradients and _is_large(unit, param, gradients[param].dtype)]
-    lots = [(gradients[param].dtype, [param], [gradients.pop(param)]) for param in large]
+    for param in unit.reduction.by_size if apart else ():
+        if (gradient := gradients.get(param)) is not None and _is_large(unit, param, gradient.dtype):
+            each = Reduction(launch, gradient.dtype, [param], [gradients.pop(param)])
+            each.reduce_here(param not in launch.held and is_own(gradient))
     for dtype, params in by_reduce_dtype(unit, gradients, [*map(_DTYPE, gradients.values())]):
-        lots.append((dtype, params, [*map(gradients.pop, params)]))
-    for dtype, params, values in lots:
-        is_in_place = params[0] in large and params[0] not in launch.held and is_own(values[0])
-        each = Reduction(launch, dtype, _scale_of(unit, dtype), params, values)
-        launch.reductions.append(each)  # at once: should the next one raise, this one is cancelled
+        each = Reduction(launch, dtype, params, [*map(gradients.pop, params)])
         if each.has_elements and unit.memory.is_collective:
             each.scatter()
         else:
-            each.reduce_here(is_in_place)
+            each.reduce_here()
     return launch.reductions[num_before:]
 
 
@@ -413,7 +411,7 @@ def planned_scatter_bytes(unit: Unit) -> int:
     trainable = [param for param in unit.params if param.sharded.requires_grad]
     launch, dtypes = Launch(unit, True, {}, {}), [*map(unit.memory.reduce_dtype, trainable)]
     found = by_reduce_dtype(unit, trainable, dtypes)
-    return sum(Reduction(launch, dtype, _scale_of(unit, dtype), params, []).staging_bytes for dtype, params in found)
+    return sum(Reduction(launch, dtype, params, []).staging_bytes for dtype, params in found)
 
 
 def by_reduce_dtype(
