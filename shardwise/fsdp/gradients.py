@@ -304,7 +304,9 @@ class Reduction:
             kept = [number for number, param in enumerate(params) if param not in launch.unused]
             params, gradients = [params[number] for number in kept], [gradients[number] for number in kept]
         if self._stored is None and self._comm.reduce is None:  # full ones; an all-reduce has padded none of them
-            gradients = [_aligned(each, self._storage.on.alignment) for each in gradients]
+            for number, each in enumerate(gradients := [*gradients]):
+                if torch_private.local_of(each).data_ptr() % self._storage.on.alignment:
+                    gradients[number] = each.clone()
         for gradient in gradients if launch.factor != 1.0 else ():
             torch_private.local_of(gradient).mul_(launch.factor)
         failed = change_by_hooks(params, gradients) if is_hooked else None
@@ -381,10 +383,6 @@ class Reduction:
         return self.section_numel * self.unit.settings.axes.num_shards * itemsize
 
 
-def _aligned(gradient: torch.Tensor, alignment: int) -> torch.Tensor:
-    return gradient.clone() if torch_private.local_of(gradient).data_ptr() % alignment else gradient
-
-
 def launch_reductions(launch: Launch, gradients: Gradients, apart: bool) -> list[Reduction]:
     """Launch the reductions of ``gradients`` of a unit, and remove them: one per dtype, the same on every rank.
 
@@ -441,10 +439,7 @@ def scale_of(num_ranks: int, dtype: torch.dtype, divide_factor: float | None, su
     risky = dtype not in (torch.float32, torch.float64, torch.bfloat16)
     if divide_factor is None and (risky or sum_only):
         divide_factor = float(num_ranks)
-    return _scale(divide_factor, sum_only, risky)
-
-
-_scale = functools.lru_cache(maxsize=64)(Scale)  # equal scales are one object
+    return Scale(divide_factor, sum_only, risky)
 
 
 # ---- Buckets of a unit that is alone, where nothing is sharded: they are reduced while its backward still runs.
