@@ -40,14 +40,7 @@ from shardwise.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, offloa
 from shardwise.fsdp.roots import bind_units, provisional_engine
 from shardwise.fsdp.unit import Unit
 from shardwise.observe import say
-from shardwise.plan.grouping import (
-    DEFAULT_MIN_UNIT_BYTES,
-    Child,
-    UnitRow,
-    UnitTable,
-    group_blocks,
-    repeated_blocks,
-)
+from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, Child, UnitRow, UnitTable, group_blocks, repeated_blocks
 
 # ---- Describe the units of a model.
 

@@ -94,11 +94,7 @@ class Reduction:
     """
 
     def __init__(
-        self,
-        launch: Launch,
-        dtype: torch.dtype,
-        params: list[ShardedParam],
-        gradients: list[torch.Tensor],
+        self, launch: Launch, dtype: torch.dtype, params: list[ShardedParam], gradients: list[torch.Tensor]
     ) -> None:
         unit = self.unit = launch.unit  # not the launch: that owns the reduction, and a cycle would keep memory
         self.dtype, self.gradients, self._storage = dtype, gradients, unit.settings.storage

@@ -34,13 +34,7 @@ from shardwise.fsdp.flat_buffer import as_gradient
 from shardwise.fsdp.init_parameters import materializing
 from shardwise.fsdp.mesh import cut_shard
 from shardwise.fsdp.param import ShardedParam, refuse_gradients
-from shardwise.fsdp.roots import (
-    bind_units,
-    live_engine,
-    provisional_engine,
-    set_divergence,
-    set_limits,
-)
+from shardwise.fsdp.roots import bind_units, live_engine, provisional_engine, set_divergence, set_limits
 from shardwise.fsdp.unit import NONE, Unit
 from shardwise.fsdp.waiting_gradients import withdrawn
 from shardwise.plan.schedule import UnitPolicy

@@ -9,14 +9,7 @@ from shardwise import torch_private
 from shardwise.errors import StateError
 from shardwise.fsdp.comm_context import CommContext
 from shardwise.fsdp.execution_order import ExecOrderTracker
-from shardwise.fsdp.gradients import (
-    Launch,
-    Reduction,
-    early_readers,
-    is_summed,
-    launch_reductions,
-    split,
-)
+from shardwise.fsdp.gradients import Launch, Reduction, early_readers, is_summed, launch_reductions, split
 from shardwise.fsdp.local_gradients import Gradients, add_gradients
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import HELD, Unit

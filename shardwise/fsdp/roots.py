@@ -19,13 +19,7 @@ from torch.distributed.tensor import DeviceMesh
 
 from shardwise.collectives.c10d import GroupCommunicator
 from shardwise.collectives.compressed import Coding, CompressedCommunicator
-from shardwise.collectives.routes import (
-    LinkProvider,
-    LinkUsers,
-    Transport,
-    default_transport,
-    provider_of,
-)
+from shardwise.collectives.routes import LinkProvider, LinkUsers, Transport, default_transport, provider_of
 from shardwise.collectives.streams import SideStream, watch_device
 from shardwise.consistency.agreement import MismatchCheck, open_numbered_exchange
 from shardwise.consistency.process_groups import group_of, patience_s
