@@ -63,8 +63,9 @@ def before_optimizer_step(optimizer: Optimizer, args: Any = (), kwargs: Any = No
         _refuse_early(engine, stepped)
         if engine.awaits_backward:
             _look_for_gradients(engine, stepped)
-        if not engine.is_in_step:
-            engine.reshard_stepped(ids)
+        for unit in () if engine.is_in_step else dict.fromkeys(param.unit() for param in stepped):
+            if unit.has_copies:
+                unit.reshard()
 
 
 def _given_to(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -225,12 +225,6 @@ class Engine:
             return True
         return any(unit.has_copies or unit.earlier.waiting or unit.has_gradients for unit in self.units)
 
-    def reshard_stepped(self, stepped: set[int]) -> None:
-        """Reshard units that have a parameter whose id is in ``stepped``; call it outside of forward and backward."""
-        for unit in self.units:
-            if unit.has_copies and any(id(param.sharded) in stepped for param in unit.params):
-                unit.reshard()
-
     def _begin_forward(self) -> None:
         self.manual.check_completed("a forward")
         logger.debug("FSDP::root_pre_forward")
@@ -244,11 +238,10 @@ class Engine:
             )
         if self.divergence is not None and self.exec_order.gathers:
             self.divergence.begin("forward")
+        self.exec_order.begin(is_aside)
         if not is_aside:
             track = self.exec_order.track
             track.num_forwards, track.running = track.num_forwards + 1, "forward"
-        self.exec_order.begin(is_aside)
-        if not is_aside:
             self._compare_left()
         try:
             self.enter_pass("forward")
@@ -515,12 +508,10 @@ class Engine:
     def is_due(self, unit: Unit) -> bool:
         """Return True if a backward has to reduce ``unit`` even if it produced none of its gradients."""
         held, is_manual = unit.earlier.held, self.manual.is_on
-        if is_manual and held and unit.policy.sync:
-            return True
         if not unit.policy.sync or not (held or unit.sums_are_due or unit.policy.reduces_unused):
             return False
         launched = [*self.reductions.launched, *(self.reductions.deferred if is_manual else ())]
-        return all(launch.unit is not unit for launch in launched)
+        return (is_manual and bool(held)) or all(launch.unit is not unit for launch in launched)
 
     def defer(self) -> list[ShardedParam]:
         """End a backward whose gradients are set together with those of a later one; return no parameters."""
@@ -652,9 +643,8 @@ class Engine:
                 continue
             if unit.held is HELD and unit.has_gradients:
                 unit.earlier.hold(unit.end_backward())
-            if (
-                self._leaves_full(unit) and not unit.engine_side.diverges
-            ):  # then other ranks would not know of this gather
+            # Where ranks may take different ways the others would not know of this gather.
+            if self._leaves_full(unit) and not unit.engine_side.diverges:
                 unit.wait_with_tied(None)
                 unit.keep()
 
@@ -720,5 +710,4 @@ class Engine:
 
 def engine_of(unit: Unit) -> Engine | None:
     """Return the engine that runs the steps of ``unit``; None before there is one."""
-    engine = unit.engine_side.engine_ref()
-    return engine if isinstance(engine, Engine) else None
+    return unit.engine_side.engine_ref()

@@ -181,12 +181,7 @@ class Hooks:
         for index, each in enumerate(args):
             # A leaf's gradient is accumulated as soon as it is there, whatever else is left of the graph; a view's is not.
             # Leaves elsewhere (keywords, containers) get none: a unit that has only those ends with the whole backward.
-            if (
-                type(each) is torch.Tensor
-                and each.requires_grad
-                and each.grad_fn is None
-                and each.layout is torch.strided
-            ):
+            if type(each) is torch.Tensor and each.requires_grad and not each.grad_fn and each.layout is torch.strided:
                 args = (*args[:index], each.view_as(each), *args[index + 1 :])
         for each in (*args, *kwargs.values()):
             for tensor in (each,) if isinstance(each, torch.Tensor) else tensors_in(each):
