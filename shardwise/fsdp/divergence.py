@@ -264,16 +264,13 @@ class Divergence:
         streams = self._engine.comm_ctx.streams
         if streams.are_concurrent:
             streams.gather.wait_current()
-        given = unit.memory.give_shards()
+        handle = unit.memory.gather() if unit.memory.comm.shards is not None else None
         if listeners:
             unit.emit(Op.SERVE, unit.gather_staging[0])
-        if given is not None:
+        if handle is not None:
             # Wait for it here, so that what this rank receives is freed at once: ranks launch in one order, so whatever keeps
             # the others from this gather would keep them from the next one, too.
-            handle, buffers = given
             handle.cancel()
-            for buffer in buffers:
-                buffer.drop()
 
 
 class ServeHook(JoinHook):

@@ -176,7 +176,9 @@ class UnitMemory:
     def bind(self, comm: UnitComm) -> None:
         """Use ``comm`` from now on, and choose how :attr:`gather` works: a step then decides nothing, and makes no objects."""
         self.bound_comm = comm
-        delivery = self.delivery = self._new_delivery(self._travelling)
+        shards, fulls = self.shards, self._travelling
+        delivery = None if shards is None else Delivery(shards, fulls, comm.pool, has_parts=not self.extended.params)
+        self.delivery = delivery
         if self.extended.params:
             # One collective gathers both what has an extension and what has none.
             self.gather = partial(self.extended.gather, delivery, comm.shards, comm.pool)
@@ -186,11 +188,6 @@ class UnitMemory:
             self.gather = partial(fetch_alone, comm.streams.fetch, delivery)
         else:
             self.gather = partial(_copy_here, delivery)
-
-    def _new_delivery(self, fulls: Sequence[FullBuffer]) -> Delivery | None:
-        if self.shards is None:
-            return None
-        return Delivery(self.shards, fulls, self.comm.pool, has_parts=not self.extended.params)
 
     def gather_from_sub(self) -> Handle | None:
         """Launch the all-gather of the full parameters from those on the smaller mesh; None: there is nothing to wait for."""
@@ -203,25 +200,6 @@ class UnitMemory:
         comm = self.comm.shards
         link = self.link if comm is not None and comm.group.group_name in links else None
         return comm is None or (link is not None and link.is_one_sided)
-
-    def give_shards(self) -> tuple[Handle, Sequence[FullBuffer]] | None:
-        """Launch the all-gather for other ranks alone.  None: it takes no collective.
-
-        Returns: the handle, to be cancelled, and then the buffers to be dropped.
-        """
-        comm, shards = self.comm, self.comm.shards
-        if shards is None:
-            return None
-        travelling = [] if self.shards is None else self.shards.buckets
-        fulls = [
-            FullBuffer(each.layout.full_numel, each.full_dtype, self.settings.storage.device) for each in travelling
-        ]
-        delivery = self._new_delivery(fulls)
-        if self.extended.params:
-            handle = self.extended.gather(delivery, shards, comm.pool)
-        else:
-            handle = None if delivery is None else shards.all_gather(delivery)
-        return None if handle is None else (handle, fulls)
 
     # ---- full parameters ----
 
