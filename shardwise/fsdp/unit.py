@@ -272,7 +272,7 @@ class Unit:
     @property
     def full_bytes(self) -> int:
         """Bytes of the full parameters beyond the shards; 0 if the policy keeps them, since a step does not allocate them."""
-        return 0 if self.policy.keeps_full_memory else self.memory.full_bytes
+        return 0 if self.policy.keeps_full_memory else sum(full.num_bytes for full in self.memory.fulls)
 
     @property
     def route(self) -> str:
@@ -347,7 +347,7 @@ class Unit:
         if self.tables.check(in_step):
             return
         # Only here does anything loop over parameters in Python; a warm step ends above.
-        is_first = self.memory.is_new
+        is_first = self.memory.kinds is None
         self.tables.seen = self.tables.swap = None
         if not is_first:  # else they have just been sharded
             self.adopt_registered()

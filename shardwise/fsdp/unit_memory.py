@@ -62,6 +62,7 @@ class UnitMemory:
         sub: the layout of an all-gather along the smaller mesh; None unless parameters are cut to that.
         gather: launches the all-gather, as :meth:`bind` has chosen it; its handle is None if there is nothing to wait for.
         bound_comm: the communicators and the pool; None before an engine has bound them, when :attr:`comm` raises.
+        kinds: what decides where each parameter lies; None until they are packed for the first time.
     """
 
     def __init__(self, settings: UnitSettings, is_collective: bool) -> None:
@@ -78,22 +79,12 @@ class UnitMemory:
         self.sub: GatherLayout | None = None
         self.gather: Callable[[], Handle | None] = _refuse
         self.bound_comm: UnitComm | None = None
-        self._kinds: list[_Kind] | None = None
-
-    @property
-    def is_new(self) -> bool:
-        """True until the parameters are packed for the first time."""
-        return self._kinds is None
+        self.kinds: list[_Kind] | None = None
 
     @property
     def comm(self) -> UnitComm:
         """The communicators.  Raises: StateError before there is an engine."""
         return _refuse() if self.bound_comm is None else self.bound_comm
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of the full parameters beyond the shards."""
-        return sum(full.num_bytes for full in self.fulls)
 
     @property
     def link(self) -> Link | None:
@@ -117,7 +108,7 @@ class UnitMemory:
         ``by_size``: the parameters in their order in memory.
         """
         # Other memory under a shard is moved back; another dtype or device needs a new layout.
-        if self._kinds is not None and [*map(self._kind, params)] == self._kinds:
+        if self.kinds is not None and [*map(self._kind, params)] == self.kinds:
             for bucket in self.buckets:
                 comm = self.bound_comm
                 self.is_written |= bucket.settle(None if comm is None else comm.streams.host_waits_for_copies)
@@ -141,7 +132,7 @@ class UnitMemory:
             self.bind(self.bound_comm)
         # Packing may have moved shards to another device.
         is_one = len({bucket.local.device for bucket in buckets} | {param.local.device for param in params}) == 1
-        self._kinds = [*kinds.values()] if is_one else [*map(self._kind, params)]
+        self.kinds = [*kinds.values()] if is_one else [*map(self._kind, params)]
         return True
 
     def _kind(self, param: ShardedParam) -> _Kind:
