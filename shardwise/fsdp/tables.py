@@ -12,6 +12,7 @@ import operator
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import compress
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,7 +44,7 @@ class Snapshot:
         self.counted: list[int] = []  # the version counters, as of the last check
         self._shards = shards = [param.sharded for param in params]
         rows = [(at.parameters, at.name, param.sharded) for param in params for at in param.registrations]
-        *self._places, self._forms = zip(*rows, strict=True) if rows else ((), (), ())
+        *self.places, self.forms = zip(*rows, strict=True) if rows else ((), (), ())
         locals_ = torch_private.locals_of(shards)
         # Weak, so that memory is freed when user code replaces it.
         self._locals = [*map(weakref.ref, _apart(locals_, shards))]
@@ -58,11 +59,6 @@ class Snapshot:
         # The storage of a DTensor changes if ``.data`` is assigned to; dtype and device change with the address, if any.
         bare = map(_FACTS_OF_LOCAL, compress(locals_, self._is_bare))
         return [*bare, *map(_GRAD_DTYPE, self._shards), *map(torch_private.storage_id, self._shards)]
-
-    @property
-    def are_registered(self) -> bool:
-        """True if the shards are registered."""
-        return all(map(_IS, self._forms, map(dict.get, *self._places)))
 
     def versions(self, in_step: bool) -> list[int] | None:
         """Return the version counters of the shards; None if user code has changed something else than values.
@@ -133,10 +129,10 @@ class Swap:
             if full.requires_grad is not wanted:
                 param.sharded.requires_grad_(full.requires_grad)
 
-    @property
-    def has_full(self) -> bool:
-        """True if the full parameters are registered."""
-        return all(map(_IS, self.forms[0], map(dict.get, *self.places)))
+
+def _are_at(forms: Iterable[nn.Parameter], places: Sequence[Any]) -> bool:
+    """Return True if ``forms`` are registered at ``places``, the columns of registries and names."""
+    return all(map(_IS, forms, map(dict.get, *places)))
 
 
 class Tables:
@@ -166,9 +162,10 @@ class Tables:
 
     def check(self, in_step: bool) -> bool:
         """Return True, with versions noted, if user code has changed nothing but values; ``in_step``: see :class:`Snapshot`."""
-        # A swap knows nothing of parameters in place, so its ``has_full`` would not speak for the whole unit.
+        # A swap knows nothing of parameters in place, so it would not speak for the whole unit.
         seen, swap = self.seen, None if self._memory.in_place else self.swap
-        if seen is None or not (seen.are_registered or (swap is not None and swap.has_full)):
+        is_seen = seen is not None and _are_at(seen.forms, seen.places)
+        if seen is None or not (is_seen or (swap is not None and _are_at(swap.forms[0], swap.places))):
             return False
         counted = seen.versions(in_step)
         if counted is not None and counted != seen.counted:
@@ -332,7 +329,7 @@ class Tables:
         A parameter that user code has put in the place of a full one stays registered, as on one process.
         """
         swap = self.swap
-        if swap is not None and all(map(_IS, swap.forms[0], map(dict.get, *swap.places))):
+        if swap is not None and _are_at(swap.forms[0], swap.places):
             for registry, _, shards_of in swap.by_registry:
                 registry.update(shards_of)
             for at, _, param in swap.with_setattr:
