@@ -289,7 +289,7 @@ class CompressionState:
         """Yield the parameters whose gradients are compressed with feedback, with their names in the model."""
         paths = {id(torch_private.parameters_of(module)): where for where, module in self._model.named_modules()}
         for path, unit, compression in _compressed(self._model):
-            if compression.policy.error_feedback and unit.reduce_coding is not None:
+            if compression.policy.error_feedback and unit.coding("reduce") is not None:
                 for param in filter(unit.is_coded, unit.params):
                     at = param.registrations[0]
                     name = f"{paths.get(id(at.parameters), path)}.{at.name}".lstrip(".")

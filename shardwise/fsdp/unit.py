@@ -266,7 +266,7 @@ class Unit:
             return 0, False
         # The buffer of a collective becomes the full parameter: one tensor, as it is, in a pooled buffer.
         is_pooled = comm is not None and comm.gathers_to_pool and not self.policy.keeps_full_memory
-        is_plain = self.gather_coding is None and not self.memory.extended.params
+        is_plain = self.coding("gather") is None and not self.memory.extended.params
         return shards.packed_bytes, is_pooled and is_plain and shards.are_full(self.memory.fulls)
 
     @property
@@ -277,24 +277,19 @@ class Unit:
     @property
     def route(self) -> str:
         """The transport for messages: the name of a link or "collectives", with codings; "" if nothing is sent."""
-        ways = {"gather": self.gather_coding, "reduce": self.reduce_coding}
+        ways = {"gather": self.coding("gather"), "reduce": self.coding("reduce")}
         coded = [f"{way} {coding}" for way, coding in ways.items() if coding]
         link = self.memory.link
         via = ["collectives" if link is None else link.name] if self.memory.is_collective else []
         return ", ".join([*via, *coded])
 
-    @property
-    def gather_coding(self) -> Coding | None:
-        """The coding in which parameters are gathered; None: uncompressed."""
-        return self._coding("gather", self.settings.axes.num_shards)
+    def coding(self, way: Literal["gather", "reduce"]) -> Coding | None:
+        """Return the coding in which parameters are gathered, or gradients reduced (between replicas if there are any).
 
-    @property
-    def reduce_coding(self) -> Coding | None:
-        """The coding in which gradients are reduced (between replicas if there are any); None: uncompressed."""
-        return self._coding("reduce", self.settings.num_ranks)
-
-    def _coding(self, way: Literal["gather", "reduce"], num_ranks: int) -> Coding | None:
+        None: uncompressed.
+        """
         compression = self.settings.compression
+        num_ranks = self.settings.axes.num_shards if way == "gather" else self.settings.num_ranks
         if compression is None or num_ranks == 1 or not any(map(self.is_coded, self.params)):
             return None
         return getattr(compression.policy, way)
@@ -610,7 +605,7 @@ class Unit:
             assert full is not None
             with torch.no_grad():
                 rows, gathered = self.own_rows(param, full)
-                if rows.dtype is not local.dtype or self.gather_coding is not None:
+                if rows.dtype is not local.dtype or self.coding("gather") is not None:
                     rows = torch.where(rows != gathered, rows.to(local.dtype), local.to(rows.device))
                 local.copy_(rows)
             self.memory.is_written = True
@@ -626,7 +621,7 @@ class Unit:
         rows = cut.rows(self.settings.axes.shard_rank)
         mine = whole if cut.is_whole else whole.narrow(cut.dim, rows.start, len(rows))
         local, compression = param.local.detach().to(whole.device), self.settings.compression
-        if compression is None or self.gather_coding is None:
+        if compression is None or self.coding("gather") is None:
             return mine, local.to(whole.dtype)
         return mine, compression.round_trip(local, param.fqn, cut.shape, whole.dtype)
 
