@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import compress
 from typing import Any
@@ -26,7 +27,6 @@ _ADDRESS = torch.Tensor.data_ptr
 _FACTS_OF_LOCAL, _GRAD_DTYPE = operator.attrgetter("dtype", "device"), operator.attrgetter("grad_dtype")
 _IS, _REQUIRES_GRAD, _VERSION = operator.is_, operator.attrgetter("requires_grad"), torch_private.version_of
 _TARGET: Callable[[weakref.ref[torch.Tensor]], torch.Tensor | None] = weakref.ref.__call__
-Registry = dict[str, nn.Parameter | None]
 Written = list[ShardedParam]  # whose full parameters a forward has written to
 # Returns the hook of the gradient of a parameter, by ordinal.
 OnGradient = Callable[[int], Callable[[torch.Tensor], None]]
@@ -92,12 +92,11 @@ class Swap:
 
     Attributes:
         fulls: the full parameters.
-        num_trainable: how many of them are trainable.
+        wants: of each row, whether its parameter is trainable.
     """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         self.fulls = fulls = [full for param in params if (full := param.full) is not None]
-        self.num_trainable = sum(param.sharded.requires_grad for param in params)
         pairs = zip(params, fulls, strict=True)
         self._rows = rows = [(at, full, param) for param, full in pairs for at in param.registrations]
         self.places = [at.parameters for at, _, _ in rows], [at.name for at, _, _ in rows]
@@ -105,11 +104,6 @@ class Swap:
         self.wants = [*map(_REQUIRES_GRAD, self.forms[1])]
         # Modules with their own ``__setattr__``, which is called after the registration.
         self.with_setattr = [row for row in rows if row[0].setattr_module is not None]
-        by_registry: dict[int, tuple[Registry, dict[str, nn.Parameter], dict[str, nn.Parameter]]] = {}
-        for at, full, param in rows:
-            _, fulls_of, shards_of = by_registry.setdefault(id(at.parameters), (at.parameters, {}, {}))
-            fulls_of[at.name], shards_of[at.name] = full, param.sharded
-        self.by_registry = [*by_registry.values()]
 
     def follow_freezing(self) -> None:
         """Give shards the ``requires_grad`` that user code has set on full parameters since they were registered.
@@ -202,10 +196,8 @@ class Tables:
             or [*map(_REQUIRES_GRAD, swap.forms[0])] != swap.wants
         ):
             swap = self._make_swap()
-        # ``dict.update`` and not ``setattr``, which would look through every place where a module keeps things, for each
-        # parameter.
-        for registry, fulls_of, _ in swap.by_registry:
-            registry.update(fulls_of)
+        # Not ``setattr``, which would look through every place where a module keeps things, for each parameter.
+        deque(map(dict.__setitem__, *swap.places, swap.forms[0]), maxlen=0)
         for at, full, _ in swap.with_setattr:
             at.call_setattr(full)
         # What writes of user code to full parameters are recognized by (:meth:`find_writes`).
@@ -330,8 +322,7 @@ class Tables:
         """
         swap = self.swap
         if swap is not None and _are_at(swap.forms[0], swap.places):
-            for registry, _, shards_of in swap.by_registry:
-                registry.update(shards_of)
+            deque(map(dict.__setitem__, *swap.places, swap.forms[1]), maxlen=0)
             for at, _, param in swap.with_setattr:
                 at.call_setattr(param.sharded)
             return

@@ -678,7 +678,7 @@ class Unit:
         # ``.grad`` is cleared for frozen parameters as well: they may have been frozen since autograd made their gradient.
         swap, wanted = self.tables.swap, self.reduction.dtypes
         # User code may have frozen some after forward.
-        if swap is None or self.memory.in_place or swap.num_trainable < len(swap.fulls):
+        if swap is None or self.memory.in_place or not all(swap.wants):
             taken = {param: gradient for param, gradient in taken.items() if param.sharded.requires_grad}
         if are_usual(taken, wanted):
             return taken
