@@ -147,7 +147,7 @@ class Engine:
         prefetches = self.exec_order.record(unit, StepEvent.PRE_FORWARD) if starts else ()
         if starts:
             use.begun_by = id(module)
-            use.awaited = {id(module)} if unit.has_one_module else {id(each) for each in unit.modules}
+            use.awaited = {id(module)} if len(unit.module_refs) == 1 else {id(each) for each in unit.modules}
         for member in (unit, *unit.others):  # until its end no other forward reshards what this one uses
             member.forward.holders += 1
         for member in (unit, *unit.others):
@@ -363,7 +363,7 @@ class Engine:
             backward.began_at, backward.task = begun_at, task
         elif backward.task == task and backward.began_at[0] == begun_at[0]:
             backward.began_at = min(backward.began_at, begun_at)  # of several uses at once the first one ends last
-        elif not unit.has_one_module:  # checkpoints recompute its modules one by one, each in a backward of its own
+        elif len(unit.module_refs) > 1:  # checkpoints recompute its modules one by one, each in a backward of its own
             backward.began_at, backward.task = begun_at, task
         if backward.is_running and (unit.held is HELD or not unit.policy.unshard_in_backward):
             return  # another output of the unit: its backward has begun, and there is nothing to gather

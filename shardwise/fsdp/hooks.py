@@ -147,14 +147,13 @@ class Hooks:
             conversion = self._running.pop()[0]  # an interrupt has ended this forward without the forward hooks
             if conversion is not None:
                 conversion.take_back()
-        precision, device, conversion = unit.settings.precision, None, None
+        precision, device = unit.settings.precision, None
         # Only the inputs of the outermost forward come from user code, perhaps on another device.
         if not engine.forwards:
             engine.logs = logger.isEnabledFor(logging.DEBUG)
             device = None if engine.comm_ctx.device.type == "cpu" else engine.comm_ctx.device
         dtype = precision.param_dtype if precision.cast_forward_inputs else None
-        if not (dtype is device is None):
-            conversion = Conversion(dtype, device)
+        conversion = None if dtype is device is None else Conversion(dtype, device)
         self._running.append((conversion, ([], {}, sys.maxsize)))  # ``after_forward`` runs also if this raises
         if conversion is not None:
             args, kwargs = conversion.arguments(args, kwargs)

@@ -214,13 +214,12 @@ class Unit:
 
     def adopt_modules(self, modules: Sequence[nn.Module]) -> None:
         """Become the unit of ``modules``.  References are weak, since the modules own the unit."""
-        self._modules = tuple(weakref.ref(module) for module in modules)
-        self.has_one_module = len(self._modules) == 1
+        self.module_refs = tuple(weakref.ref(module) for module in modules)
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """Those of the unit's modules that are alive."""
-        return tuple(module for ref in self._modules if (module := ref()) is not None)
+        return tuple(module for ref in self.module_refs if (module := ref()) is not None)
 
     def use_tied(self, owner: Unit) -> None:
         """Record that this unit's modules use tied parameters of ``owner``."""
