@@ -680,7 +680,8 @@ class Engine:
         self.manual.forget()
         self.reset()
         for unit in self.units:
-            unit.earlier.forget()
+            unit.earlier.held, unit.earlier.partial = {}, {}
+            unit.earlier.withdraw()  # ``.grad`` of plain parameters stays
 
     def reset(self) -> None:
         """Reshard every unit; unsynced gradients of earlier backwards stay."""

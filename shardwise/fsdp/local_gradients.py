@@ -130,10 +130,6 @@ class EarlierGradients:
         """Accumulate unsynced ``gradients``, which a later backward reduces."""
         self.held = add_gradients(self.held, gradients)
 
-    def keep_partial(self, sums: Gradients) -> None:
-        """Store ``sums`` over the shard axis for a later backward; they include the sums stored before."""
-        self.partial = add_gradients(self.partial, sums)  # a backward may have reduced a unit twice
-
     def take(self, params: Iterable[ShardedParam]) -> tuple[Gradients, Gradients]:
         """Remove and return all unsynced gradients, and the partial sums of their parameters and of ``params``."""
         held, self.held = self.held, {}
@@ -141,15 +137,6 @@ class EarlierGradients:
             return held, {}
         wanted = {*params, *held}
         return held, {param: self.partial.pop(param) for param in list(self.partial) if param in wanted}
-
-    def put_back(self, held: Gradients, partial: Gradients) -> None:
-        """Undo :meth:`take`, after a backward that raised."""
-        self.held, self.partial = {**self.held, **held}, {**self.partial, **partial}
-
-    def forget(self) -> None:
-        """Drop unsynced gradients and partial sums; ``.grad`` of plain parameters stays."""
-        self.held, self.partial = {}, {}
-        self.withdraw()
 
     def show(self, params: Iterable[ShardedParam] = (), summed: Collection[ShardedParam] = ()) -> None:
         """Show in ``.grad`` of shards that gradients wait: those held here, and those of ``params`` and ``summed``."""
@@ -213,7 +200,9 @@ class EarlierGradients:
         for param in [param for param in params if param in self.deferred_hooks] if self.deferred_hooks else ():
             torch_private.restore_hooks(*self.deferred_hooks.pop(param))
         for param in params:
-            synced, held = _sum_of(self.stashed.pop(param, None), param.sharded.grad), self.held.pop(param, None)
+            old, synced, held = self.stashed.pop(param, None), param.sharded.grad, self.held.pop(param, None)
+            if old is not None:
+                synced = old if synced is None else old.add_(synced)
             if held is None:
                 self.unsynced.discard(param)
             else:
@@ -228,9 +217,3 @@ class EarlierGradients:
                         f".grad of {param.fqn} has the sum of an earlier loop over Reproducible.microbatches(), to which a "
                         "backward without sync has added: call zero_grad() before each loop, or leave out policy(sync=False)"
                     )
-
-
-def _sum_of(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first.add_(second)

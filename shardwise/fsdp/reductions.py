@@ -253,7 +253,8 @@ class Reductions:
         for launch, each in self._partial():
             launch.reductions.remove(each)
             left = {param: value for param, value in each.windows().items() if param not in launch.unused}
-            launch.unit.earlier.keep_partial(left)
+            earlier = launch.unit.earlier  # what it has is in these sums, unless a backward has reduced a unit twice
+            earlier.partial = add_gradients(earlier.partial, left)
         self.deferred += self.launched
         self.launched = []
 
@@ -296,7 +297,8 @@ class Reductions:
         for launch in reversed(launched):
             for reduction in launch.reductions:
                 reduction.cancel()
-            launch.unit.earlier.put_back(launch.held, launch.partial)
+            launch.unit.earlier.held |= launch.held
+            launch.unit.earlier.partial |= launch.partial
 
     def forget_deferred(self) -> None:
         """Drop the pending reductions of earlier backwards."""
