@@ -446,7 +446,7 @@ class Engine:
         self.manual.check_completed("a backward")
         if self.divergence is not None:
             self.divergence.begin("backward")
-        self.manual.begin_backward()
+        self.manual.was_open, self.manual.is_open = self.manual.is_open, self.manual.is_on
         new_end = BackwardEnd(self)
         # Weak, or autograd's dropping of the callback, the sign of a backward that raised, would never be seen.
         self.end, self.makes_graph = weakref.ref(new_end), False
@@ -555,7 +555,7 @@ class Engine:
     def abort_backward(self) -> None:
         """Clean up after a backward that raised: drop its gradients and reductions, and reshard what no forward uses."""
         self.end = None  # first, so that the destructor of the callback does not clean up a second time
-        self.manual.abort_backward()
+        self.manual.is_open = self.manual.was_open
         self._note_left()
         self.comm_ctx.pass_tracker.abort()
         self.reductions.cancel()
@@ -597,7 +597,8 @@ class Engine:
         if not self.manual.is_open:
             return None
         self._after_rest(self.defer)
-        return self.manual.launch()
+        self.manual.completion = object()
+        return self.manual.completion
 
     def _after_rest(self, end: Callable[[], list[ShardedParam]]) -> list[ShardedParam]:
         """Launch the reductions of unsynced gradients, then call ``end``."""
@@ -619,7 +620,8 @@ class Engine:
 
     def complete(self, completion: object) -> None:
         """Wait for reductions and set gradients.  Raises: StateError if ``completion`` was invalidated."""
-        self.manual.check_completion(completion)
+        if completion is not self.manual.completion:
+            raise StateError("This gradient reduction handle was invalidated by reset_iter_state()")
         self.stash_gradients()
         try:
             params = self.commit()
