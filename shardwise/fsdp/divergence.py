@@ -229,7 +229,8 @@ class Divergence:
             unused = {param for param, place in self._places.items() if not used[place]}
             size = self.group.size()
             factor = 1.0 if self.divides_by_all else size / max(size - len(self._left), 1)
-            self._engine.reductions.note_end(unused, factor)
+            for launch in self._engine.reductions.launched:
+                launch.unused, launch.factor = unused, factor
 
     def abort(self) -> None:
         """Leave a pass after a failure."""

@@ -515,7 +515,8 @@ class Engine:
 
     def defer(self) -> list[ShardedParam]:
         """End a backward whose gradients are set together with those of a later one; return no parameters."""
-        self.reductions.wait_for_inputs()
+        for reduction in self.reductions.in_flight:  # until then other ranks may read this rank's gradients
+            self.reductions.advance(reduction)
         self.leave_pass()
         self.reductions.defer()
         self.unstash_gradients()

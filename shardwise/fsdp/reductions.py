@@ -33,6 +33,7 @@ class Reductions:
         max_inputs: how many reduce-scatter inputs may be allocated at once.
         syncs_replicas: where ranks may take different ways, whether all reduce over replicas in this backward; None: as the
             policy of each unit says.
+        in_flight: in the order of their launches; those that are over leave it from the front.
         launched, deferred: reductions of this backward, and pending ones of earlier backwards.
         open_launch: the launch of a unit whose backward still runs.
         summed: parameters whose gradients ``Reproducible`` sums, once they were reduced in its loop over microbatches.
@@ -45,7 +46,7 @@ class Reductions:
         self.syncs_replicas: bool | None = None
         # In the order of their launches.  Those that are over leave it from the front; ``launched`` keeps them until the
         # commit.
-        self._in_flight: list[Reduction] = []
+        self.in_flight: list[Reduction] = []
         self.launched: list[Launch] = []
         self.deferred: list[Launch] = []
         self._fresh_held: list[tuple[Unit, Gradients]] = []
@@ -59,9 +60,9 @@ class Reductions:
     def launch(self, unit: Unit, fresh: Gradients) -> None:
         """Reduce ``fresh`` and the unit's gradients of earlier backwards.  Raises: DesyncError, TransportError."""
         # First advance what was launched before: it frees the inputs of reductions, of which few may be allocated at once.
-        in_flight = self._in_flight
+        in_flight = self.in_flight
         while in_flight and self._is_next_due(in_flight[0]):
-            self._advance(in_flight.pop(0))
+            self.advance(in_flight.pop(0))
         # ``gradients`` are what is still to be sent, ``params`` what ranks compare: all that this unit reduces.
         launch, self.open_launch = self.open_launch, None
         gradients, params = fresh, frozenset(fresh)
@@ -106,7 +107,7 @@ class Reductions:
         """Launch the reductions of ``gradients``, those of large ones apart."""
         apart = not launch.unit.memory.is_collective and self._is_all_reduced(launch.unit)
         try:
-            self._in_flight += launch_reductions(launch, gradients, apart)
+            self.in_flight += launch_reductions(launch, gradients, apart)
         except RuntimeError as error:
             self._exec_order.explain(error, f"gradients of unit '{launch.unit.name}'")
 
@@ -161,12 +162,12 @@ class Reductions:
     def _is_next_due(self, reduction: Reduction) -> bool:
         # A reduction with a next stage must not depend on whether its reduce-scatter happens to be done: if all ranks leave
         # this backward by an exception, they must have launched the same collectives, or some would hang.
-        is_full = len(self._in_flight) >= self.max_inputs
+        is_full = len(self.in_flight) >= self.max_inputs
         if reduction.has_next:
             return is_full
-        return (is_full and sum(map(_HOLDS_INPUT, self._in_flight)) >= self.max_inputs) or reduction.is_due
+        return (is_full and sum(map(_HOLDS_INPUT, self.in_flight)) >= self.max_inputs) or reduction.is_due
 
-    def _advance(self, reduction: Reduction, whole: bool = False) -> None:
+    def advance(self, reduction: Reduction, whole: bool = False) -> None:
         """Wait for the next stage of ``reduction``; for all stages if ``whole``."""
         name = reduction.unit.name
         if listeners:
@@ -185,18 +186,8 @@ class Reductions:
 
     # ---- the end of a backward; until then other ranks may read this rank's gradients ----
 
-    def note_end(self, unused: set[ShardedParam], factor: float) -> None:
-        """Leave ``.grad`` of ``unused`` as it is, since no rank has a gradient; multiply the other gradients by ``factor``."""
-        for launch in self.launched:
-            launch.unused, launch.factor = unused, factor
-
-    def wait_for_inputs(self) -> None:
-        """Wait until no other rank reads gradients of this rank."""
-        for reduction in self._in_flight:
-            self._advance(reduction)
-
     def defer(self) -> None:
-        """Leave all launched reductions to a later backward, which commits them."""
+        """Leave all launched reductions, whose inputs no other rank reads any more, to a later backward, which commits them."""
         if self._partial():
             self._comm_ctx.streams.current_waits_for_reductions()
         self._leave()
@@ -206,7 +197,7 @@ class Reductions:
         for launch in (*self.deferred, *self.launched):
             for reduction in launch.reductions:
                 if not reduction.is_over:
-                    self._advance(reduction, whole=True)
+                    self.advance(reduction, whole=True)
         streams = self._comm_ctx.streams
         if streams.are_concurrent:
             streams.current_waits_for_reductions()
@@ -225,19 +216,17 @@ class Reductions:
                 self.summed |= launch.params
                 if not sums.is_last:
                     launch.unused = {*launch.params}  # only whole sums are set, and hooks see them
-        params: list[ShardedParam] = []
-        for launch in launched:
-            for lot in [reduction.params for reduction in launch.reductions]:
-                params += [param for param in lot if param not in launch.unused] if launch.unused else lot
+        lots = [(launch, each) for launch in launched for each in launch.reductions]
+        params = [param for launch, each in lots for param in each.params if param not in launch.unused]
         # Asked once for all parameters: most programs have no hook, and each question costs as much as setting a gradient.
         is_hooked, is_followed = torch_private.have_gradient_hooks([param.sharded for param in params])
         failed: BaseException | None = None
+        for launch, reduction in lots:
+            if early_readers:
+                reduction.show()
+            error = reduction.set_gradients(is_hooked, launch)
+            failed = failed or error
         for launch in launched:
-            for reduction in launch.reductions:
-                if early_readers:
-                    reduction.show()
-                error = reduction.set_gradients(is_hooked, launch)
-                failed = failed or error
             launch.unit.reduction.num_commits += 1  # an optimizer changes the shards next: the unit is gathered again
             if listeners:
                 launch.unit.emit(Op.COMMIT)
@@ -246,7 +235,7 @@ class Reductions:
     def _leave(self) -> None:
         """Leave to units what a later backward reduces: unsynced gradients, and sums over the shard axis alone."""
         self.open_launch = None
-        self._in_flight.clear()
+        self.in_flight.clear()
         for unit, gradients in self._fresh_held:
             unit.earlier.hold(gradients)
         self._fresh_held.clear()
@@ -291,7 +280,7 @@ class Reductions:
         launched, self.launched = self.launched, []
         self.open_launch = None
         self._fresh_held.clear()
-        self._in_flight.clear()
+        self.in_flight.clear()
         if launched:
             self._comm_ctx.streams.current_waits_for_results()
         for launch in reversed(launched):
