@@ -301,8 +301,7 @@ class Engine:
         exec_order = self.exec_order
         if is_graphless and exec_order.gathers and not exec_order.diverges and not exec_order.has_planned_forward():
             exec_order.replan()
-        exec_order.is_aside = False
-        exec_order.track.running = ""
+        exec_order.is_aside, exec_order.track.running = False, ""
 
     def leave_pass(self, no_backward_follows: bool = True) -> None:
         """End a forward or backward: wait until no rank reads the shards, then copy writes to full parameters into them.
@@ -359,11 +358,10 @@ class Engine:
         # A node's number alone does not say where autograd is: a reentrant checkpoint runs a backward of its own inside of
         # this one, whose nodes are newer than all of this one's.
         task = torch_private.graph_task_id()
-        if not backward.is_running:
-            backward.began_at, backward.task = begun_at, task
-        elif backward.task == task and backward.began_at[0] == begun_at[0]:
+        if backward.is_running and backward.task == task and backward.began_at[0] == begun_at[0]:
             backward.began_at = min(backward.began_at, begun_at)  # of several uses at once the first one ends last
-        elif len(unit.module_refs) > 1:  # checkpoints recompute its modules one by one, each in a backward of its own
+        elif not backward.is_running or len(unit.module_refs) > 1:
+            # Checkpoints recompute several modules one by one, each in a backward of its own.
             backward.began_at, backward.task = begun_at, task
         if backward.is_running and (unit.held is HELD or not unit.policy.unshard_in_backward):
             return  # another output of the unit: its backward has begun, and there is nothing to gather
@@ -420,7 +418,7 @@ class Engine:
             unit.reshard(in_pass=True)
         if not (unit.policy.sync and reduces):
             if gradients:
-                self.reductions.hold(unit, gradients)
+                self.reductions.fresh_held.append((unit, gradients))
                 self.exec_order.track.note(Op.HOLD, unit.name)  # records show it, in case other ranks reduce
                 if listeners:
                     unit.emit(Op.HOLD)
@@ -611,7 +609,7 @@ class Engine:
                 if unit.policy.sync and (gradients or self.is_due(unit)):
                     (self.divergence or self.reductions).launch(unit, gradients)
                 elif gradients:
-                    self.reductions.hold(unit, gradients)
+                    self.reductions.fresh_held.append((unit, gradients))
                 if unit.policy.reshard_after_backward and unit.held is HELD:
                     unit.reshard(in_pass=True)
             return end()

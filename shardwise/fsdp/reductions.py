@@ -36,6 +36,7 @@ class Reductions:
         in_flight: in the order of their launches; those that are over leave it from the front.
         launched, deferred: reductions of this backward, and pending ones of earlier backwards.
         open_launch: the launch of a unit whose backward still runs.
+        fresh_held: unsynced gradients of this backward, which count once it ends without an exception.
         summed: parameters whose gradients ``Reproducible`` sums, once they were reduced in its loop over microbatches.
     """
 
@@ -49,13 +50,9 @@ class Reductions:
         self.in_flight: list[Reduction] = []
         self.launched: list[Launch] = []
         self.deferred: list[Launch] = []
-        self._fresh_held: list[tuple[Unit, Gradients]] = []
+        self.fresh_held: list[tuple[Unit, Gradients]] = []
         self.open_launch: Launch | None = None
         self.summed: set[ShardedParam] = set()
-
-    def hold(self, unit: Unit, gradients: Gradients) -> None:
-        """Accumulate unsynced ``gradients`` of ``unit``; they count once this backward ends without an exception."""
-        self._fresh_held.append((unit, gradients))
 
     def launch(self, unit: Unit, fresh: Gradients) -> None:
         """Reduce ``fresh`` and the unit's gradients of earlier backwards.  Raises: DesyncError, TransportError."""
@@ -64,17 +61,11 @@ class Reductions:
         while in_flight and self._is_next_due(in_flight[0]):
             self.advance(in_flight.pop(0))
         # ``gradients`` are what is still to be sent, ``params`` what ranks compare: all that this unit reduces.
-        launch, self.open_launch = self.open_launch, None
-        gradients, params = fresh, frozenset(fresh)
-        if launch is not None:
-            sent = launch.params
-            params |= sent.union(launch.held)
+        launch, self.open_launch = self.open_launch or self._new_launch(unit, fresh), None
+        gradients, sent = fresh, launch.params if launch.reductions else frozenset[ShardedParam]()
+        if launch.held:
             gradients = add_gradients({p: value for p, value in launch.held.items() if p not in sent}, fresh)
-        else:
-            launch = self._new_launch(unit, fresh)
-            if launch.held:
-                gradients = add_gradients(launch.held, fresh)
-                params = frozenset(gradients)
+        params = sent.union(launch.held, fresh)
         if self._exec_order.uncompared or params not in self._exec_order.agreed:
             self._compare(unit, params)
         if listeners:
@@ -236,9 +227,9 @@ class Reductions:
         """Leave to units what a later backward reduces: unsynced gradients, and sums over the shard axis alone."""
         self.open_launch = None
         self.in_flight.clear()
-        for unit, gradients in self._fresh_held:
+        for unit, gradients in self.fresh_held:
             unit.earlier.hold(gradients)
-        self._fresh_held.clear()
+        self.fresh_held.clear()
         for launch, each in self._partial():
             launch.reductions.remove(each)
             left = {param: value for param, value in each.windows().items() if param not in launch.unused}
@@ -279,7 +270,7 @@ class Reductions:
         """Cancel the reductions of a backward that raised, and return to units the earlier gradients that it had taken."""
         launched, self.launched = self.launched, []
         self.open_launch = None
-        self._fresh_held.clear()
+        self.fresh_held.clear()
         self.in_flight.clear()
         if launched:
             self._comm_ctx.streams.current_waits_for_results()
