@@ -17,24 +17,19 @@ from shardwise.plan.grouping import compress_paths
 
 # It is global, since an inner module has no reference to the units of outer modules.  The order is that of creation, which is
 # the same on all ranks.
-_units: weakref.WeakKeyDictionary[Unit, None] = weakref.WeakKeyDictionary()
+all_units: weakref.WeakKeyDictionary[Unit, None] = weakref.WeakKeyDictionary()
 
 
 def remember(unit: Unit) -> None:
     """Add ``unit`` to the registry, so that later units know its parameters; give these their ordinals."""
-    _units[unit] = None
+    all_units[unit] = None
     for ordinal, param in enumerate(unit.params):
         param.ordinal, param.unit = ordinal, weakref.ref(unit)
 
 
-def all_units() -> list[Unit]:
-    """Return the units of all living models."""
-    return list(_units)
-
-
 def managed_by_registration() -> dict[tuple[int, str], ShardedParam]:
     """Return all managed parameters by registration: the id of a module's dict of parameters, and a name."""
-    params = (param for unit in all_units() for param in unit.params)
+    params = (param for unit in list(all_units) for param in unit.params)
     return {(id(at.parameters), at.name): param for param in params for at in param.registrations}
 
 
