@@ -13,7 +13,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import compress
-from typing import Any
 
 import torch
 from torch import nn
@@ -124,11 +123,6 @@ class Swap:
                 param.sharded.requires_grad_(full.requires_grad)
 
 
-def _are_at(forms: Iterable[nn.Parameter], places: Sequence[Any]) -> bool:
-    """Return True if ``forms`` are registered at ``places``, the columns of registries and names."""
-    return all(map(_IS, forms, map(dict.get, *places)))
-
-
 class Tables:
     """What one unit has registered, and the version counters by which writes of user code are seen.
 
@@ -158,8 +152,10 @@ class Tables:
         """Return True, with versions noted, if user code has changed nothing but values; ``in_step``: see :class:`Snapshot`."""
         # A swap knows nothing of parameters in place, so it would not speak for the whole unit.
         seen, swap = self.seen, None if self._memory.in_place else self.swap
-        is_seen = seen is not None and _are_at(seen.forms, seen.places)
-        if seen is None or not (is_seen or (swap is not None and _are_at(swap.forms[0], swap.places))):
+        if seen is None or not (
+            all(map(_IS, seen.forms, map(dict.get, *seen.places)))
+            or (swap is not None and all(map(_IS, swap.forms[0], map(dict.get, *swap.places))))
+        ):
             return False
         counted = seen.versions(in_step)
         if counted is not None and counted != seen.counted:
@@ -321,7 +317,7 @@ class Tables:
         A parameter that user code has put in the place of a full one stays registered, as on one process.
         """
         swap = self.swap
-        if swap is not None and _are_at(swap.forms[0], swap.places):
+        if swap is not None and all(map(_IS, swap.forms[0], map(dict.get, *swap.places))):
             deque(map(dict.__setitem__, *swap.places, swap.forms[1]), maxlen=0)
             for at, _, param in swap.with_setattr:
                 at.call_setattr(param.sharded)
