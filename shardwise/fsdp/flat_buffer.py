@@ -306,6 +306,10 @@ class GatherLayout:
             offset = align(offset + bucket.layout.section_numel * bucket.full_dtype.itemsize, _BYTE_ALIGNMENT)
         self._section_bytes = offset
         self._section_numel = buckets[0].layout.section_numel if len(buckets) == 1 else offset
+        itemsize = (
+            buckets[0].full_dtype.itemsize if len(buckets) == 1 else 1
+        )  # sections of several dtypes travel as bytes
+        self.packed_bytes = num_shards * self._section_numel * itemsize  # of all ranks
         self.columns = [shard.section_numel for shard in buckets[0].layout.shards] if len(buckets) == 1 else []
         # One split kernel copies all shards on an accelerator.  On CPU it makes as many copies as cached windows do, at twice
         # the cost.
@@ -315,16 +319,6 @@ class GatherLayout:
     @functools.cached_property  # not when parameters are sharded: many modules are never run
     def moves(self) -> list[list[tuple[int, Move]]]:
         return [self._bucket_moves(*each) for each in zip(self.buckets, self._starts, strict=True)]
-
-    @property
-    def packed_dtype(self) -> torch.dtype:
-        """The dtype of the packed buffer: that of the parameters if it is the same for all, else bytes."""
-        return self.buckets[0].full_dtype if len(self.buckets) == 1 else torch.uint8
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes of the packed buffer of all ranks."""
-        return self.num_shards * self._section_numel * self.packed_dtype.itemsize
 
     def are_full(self, fulls: Sequence[FullBuffer]) -> bool:
         """Return True if the packed buffer is the full buffer: nothing needs to be copied out of it."""
