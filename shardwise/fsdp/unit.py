@@ -352,12 +352,10 @@ class Unit:
             param.storage = torch_private.storage_id(param.sharded)
         if self.memory.settle(self.params, self.reduction.by_size):
             self.tables.registered = [], [], [], []
-            found: dict[torch.dtype, set[torch.dtype]] = {}
-            for param in self.params:
-                if not param.keeps_dtype:
-                    full_dtype = param.dtype_of_full(self.settings.precision)
-                    found.setdefault(full_dtype, set()).add(self.memory.reduce_dtype(param))
-            self.reduction.dtypes = {full: wanted.pop() for full, wanted in found.items() if len(wanted) == 1}
+            usual, precision = [param for param in self.params if not param.keeps_dtype], self.settings.precision
+            pairs = {(param.dtype_of_full(precision), self.memory.reduce_dtype(param)) for param in usual}
+            counts = Counter([full for full, _ in pairs])
+            self.reduction.dtypes = {full: wanted for full, wanted in pairs if counts[full] == 1}
         self.reduction.gradient_dtypes = {param.dtype for param in self.params}
         self.tables.seen = Snapshot(self.params, self.memory.extended.params)
         self.tables.count_versions()
@@ -448,6 +446,7 @@ class Unit:
             checks = self.engine_side.checks
             if checks.is_on and not is_in_backward():  # weights are exchanged outside of one
                 checks.use_again(self)
+            self.fresh_as_of = self.fresh_as_of[0], pass_number
         else:
             if self.held is not COMING or pass_number is None or pass_number != self.fresh_as_of[1]:
                 self.unshard(pass_number)
@@ -464,8 +463,6 @@ class Unit:
         if self.memory.sub is not None:
             self.memory.drop_sub()
         self.registered, self.held = FULL, HELD
-        if not needs_gather:
-            self.fresh_as_of = self.fresh_as_of[0], pass_number
         if pass_number is None:
             self.listen()
         if needs_gather and listeners:
@@ -552,11 +549,9 @@ class Unit:
             return
         sub = self.settings.sub_axes
         # A rank that skips the unit, where ranks may take different ways, has no part on the smaller mesh.
-        if wanted is True or sub is None or self.engine_side.diverges or self.memory.extended.params or not self.params:
+        is_freed = wanted is True or self.engine_side.diverges or self.memory.extended.params or not self.params
+        if sub is None or is_freed or self.tables.find_writes():
             self.reshard(in_pass=True)
-            return
-        if self.tables.find_writes():
-            self.reshards_late = True
             return
         self.memory.cut_to_sub(sub)
         if not self.policy.keeps_full_memory:
