@@ -98,7 +98,8 @@ class Reduction:
     ) -> None:
         unit = self.unit = launch.unit  # not the launch: that owns the reduction, and a cycle would keep memory
         self.dtype, self.gradients, self._storage = dtype, gradients, unit.settings.storage
-        self._scale = _scale_of(unit, dtype)
+        policy = unit.policy
+        self._scale = scale_of(unit.settings.num_ranks, dtype, policy.divide_factor, policy.sum_only)
         # In the usual case ``params`` is this very list, which saves hashing every parameter.
         # The layout depends on which parameters have gradients, mostly on all of them.
         known = unit.reduction
@@ -421,11 +422,6 @@ def by_reduce_dtype(
         if param in found:
             by_dtype.setdefault(found[param], []).append(param)
     return list(by_dtype.items())
-
-
-def _scale_of(unit: Unit, dtype: torch.dtype) -> Scale:
-    axes, policy = unit.settings.axes, unit.policy
-    return scale_of(axes.num_shards * axes.num_replicas, dtype, policy.divide_factor, policy.sum_only)
 
 
 @functools.lru_cache(maxsize=64)  # the same object in every step, since communicators cache by it
