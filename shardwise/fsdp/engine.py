@@ -391,9 +391,10 @@ class Engine:
         if unit.backward.buckets is not None:
             self.reductions.launch_early(unit, unit.backward.buckets)
 
-    def reach(self, place: Place) -> None:
+    def reach(self, place: Place, _: object = None) -> None:
         """End the backwards of units whose forwards began after the node at ``place`` was made, which autograd runs now.
 
+        It is the hook of the gradients of units' inputs, too.
         A backward that runs inside of another one, perhaps through an older graph, ends no unit of that.  It is over, with all
         its units, when the other one goes on.
         """

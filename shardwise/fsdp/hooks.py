@@ -169,14 +169,15 @@ class Hooks:
         use = unit.forward
         if use.begun_by == id(module) and (use.holders == 1 or is_in_backward()):
             if innermost_transform() is None:
-                args = self._watch_inputs(args, kwargs, engine.comm_ctx.device.type)
+                args = self._watch_inputs(engine, args, kwargs)
             use.begun_at = get_ident(), torch_private.num_nodes_made()
         self._running[-1] = conversion, self._graph.begin((*args, *kwargs.values()))
         return args, kwargs
 
-    def _watch_inputs(self, args: Args, kwargs: Kwargs, on: str) -> Args:
-        """Hook the gradients of the inputs on device type ``on``: the first one says that autograd has left this forward."""
-        thread = get_ident()
+    @staticmethod
+    def _watch_inputs(engine: Engine, args: Args, kwargs: Kwargs) -> Args:
+        """Hook the gradients of the inputs on the engine's device: the first one says that autograd has left this forward."""
+        on, thread, reach = engine.comm_ctx.device.type, get_ident(), engine.reach
         for index, each in enumerate(args):
             # A leaf's gradient is accumulated as soon as it is there, whatever else is left of the graph; a view's is not.
             # Leaves elsewhere (keywords, containers) get none: a unit that has only those ends with the whole backward.
@@ -185,7 +186,7 @@ class Hooks:
         for each in (*args, *kwargs.values()):
             for tensor in (each,) if isinstance(each, torch.Tensor) else tensors_in(each):
                 if tensor.grad_fn is not None and tensor.device.type == on:
-                    tensor.register_hook(functools.partial(self.reach, (thread, torch_private.node_number(tensor))))
+                    tensor.register_hook(functools.partial(reach, (thread, torch_private.node_number(tensor))))
         return args
 
     @dynamo_disabled
@@ -251,13 +252,6 @@ class Hooks:
             else:
                 engine.reach(place)
                 engine.before_backward(self._unit, num_packs, begun_at)
-
-    @dynamo_disabled
-    def reach(self, place: Place, _: object) -> None:
-        """Post-backward hook, at the gradient of each input; ``place``: of the node that has made the input."""
-        engine = self._unit.engine_side.engine_ref()
-        if engine is not None:
-            engine.reach(place)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Hooks:
         result = memo[id(self)] = Hooks(copy.deepcopy(self._attachment, memo))
