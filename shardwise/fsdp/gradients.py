@@ -98,8 +98,8 @@ class Reduction:
     ) -> None:
         unit = self.unit = launch.unit  # not the launch: that owns the reduction, and a cycle would keep memory
         self.dtype, self.gradients, self._storage = dtype, gradients, unit.settings.storage
-        policy = unit.policy
-        self._scale = scale_of(unit.settings.num_ranks, dtype, policy.divide_factor, policy.sum_only)
+        axes, policy = unit.settings.axes, unit.policy
+        self._scale = scale_of(axes.num_shards * axes.num_replicas, dtype, policy.divide_factor, policy.sum_only)
         # In the usual case ``params`` is this very list, which saves hashing every parameter.
         # The layout depends on which parameters have gradients, mostly on all of them.
         known = unit.reduction

@@ -47,6 +47,9 @@ def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+dynamo_disabled(Engine.reach)  # the hook of the gradients of inputs
+
+
 def _range(what: str, unit: str, logs: bool) -> contextlib.AbstractContextManager[object]:
     """Log that ``what`` begins for ``unit``; return a context that a profiler shows as one range.
 
