@@ -9,7 +9,6 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.fsdp.engine import Engine
-from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import Unit
 from shardwise.plan.grouping import compress_paths
 
@@ -25,12 +24,6 @@ def remember(unit: Unit) -> None:
     all_units[unit] = None
     for ordinal, param in enumerate(unit.params):
         param.ordinal, param.unit = ordinal, weakref.ref(unit)
-
-
-def managed_by_registration() -> dict[tuple[int, str], ShardedParam]:
-    """Return all managed parameters by registration: the id of a module's dict of parameters, and a name."""
-    params = (param for unit in list(all_units) for param in unit.params)
-    return {(id(at.parameters), at.name): param for param in params for at in param.registrations}
 
 
 # ---- The attachment of a sharded module.
