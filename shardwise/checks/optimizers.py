@@ -56,7 +56,7 @@ def before_optimizer_step(optimizer: Optimizer, args: Any = (), kwargs: Any = No
     given = _given_to(optimizer)
     _check_forms(optimizer, given)
     serve_others(given)
-    engines = [engine for engine in live_engines if engine.heeds_steps]
+    engines = [*filter(_heeds_steps, live_engines)]
     ids = {*map(id, given)} if engines else set[int]()
     for engine in engines:
         stepped = [param for unit in engine.units for param in unit.params if id(param.sharded) in ids]
@@ -66,6 +66,12 @@ def before_optimizer_step(optimizer: Optimizer, args: Any = (), kwargs: Any = No
         for unit in () if engine.is_in_step else dict.fromkeys(param.unit() for param in stepped):
             if unit.has_copies:
                 unit.reshard()
+
+
+def _heeds_steps(engine: Engine) -> bool:
+    """Return True if a step may be too early, or makes registered full parameters stale."""
+    is_early = engine.forwards or engine.awaits_backward or engine.manual.awaits_completion
+    return bool(is_early) or any(u.has_copies or u.earlier.waiting or u.has_gradients for u in engine.units)
 
 
 def _given_to(optimizer: Optimizer) -> list[torch.Tensor]:

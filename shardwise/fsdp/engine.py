@@ -218,13 +218,6 @@ class Engine:
         """True until the backward has ended or raised."""
         return self.end is not None and self.end() is not None
 
-    @property
-    def heeds_steps(self) -> bool:
-        """True if an optimizer step may be too early, or makes registered full parameters stale."""
-        if self.forwards or self.awaits_backward or self.manual.awaits_completion:
-            return True
-        return any(unit.has_copies or unit.earlier.waiting or unit.has_gradients for unit in self.units)
-
     def _begin_forward(self) -> None:
         self.manual.check_completed("a forward")
         logger.debug("FSDP::root_pre_forward")
@@ -250,11 +243,10 @@ class Engine:
             raise
         event, self.post_optim_event = self.post_optim_event, None
         # The optimizer has written shards on the current stream; gathers run on another, and must come after it.
-        streams = self.comm_ctx.streams
-        if streams.are_concurrent and event is None:
-            streams.gather.wait_current()
-        elif event is not None:
-            streams.gather.wait_event(event)
+        if event is None:
+            self.comm_ctx.streams.gather.wait_current()
+        else:
+            self.comm_ctx.streams.gather.wait_event(event)
 
     def enter_pass(self, kind: PassKind) -> None:
         """Begin a forward or backward: copy writes to full parameters into the shards, and repack what user code changed."""
