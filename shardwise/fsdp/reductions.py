@@ -107,9 +107,8 @@ class Reductions:
     def early_buckets(self, unit: Unit) -> Buckets | None:
         """Return the buckets of ``unit`` that may be reduced before its backward ends; None if there are none."""
         are_reduced_as_they_come = unit.policy.sync and not unit.policy.reduces_unused and not unit.earlier.partial
-        if not (are_reduced_as_they_come and unit.held is HELD and (buckets := self._split_of(unit))):
-            return None
-        return Buckets(buckets, unit.backward.arrived)
+        buckets = self._split_of(unit) if are_reduced_as_they_come and unit.held is HELD else ()
+        return Buckets(buckets, unit.backward.arrived) if buckets else None
 
     def launch_early(self, unit: Unit, buckets: Buckets) -> None:
         """Reduce the buckets that are complete.  Raises: the same as :meth:`launch`."""
@@ -177,18 +176,11 @@ class Reductions:
 
     # ---- the end of a backward; until then other ranks may read this rank's gradients ----
 
-    def defer(self) -> None:
-        """Leave all launched reductions, whose inputs no other rank reads any more, to a later backward, which commits them."""
-        if self._partial():
-            self._comm_ctx.streams.current_waits_for_reductions()
-        self._leave()
-
     def wait(self) -> None:
         """Wait for all reductions, pending ones of earlier backwards included."""
-        for launch in (*self.deferred, *self.launched):
-            for reduction in launch.reductions:
-                if not reduction.is_over:
-                    self.advance(reduction, whole=True)
+        launched = (*self.deferred, *self.launched)
+        for reduction in [each for launch in launched for each in launch.reductions if not each.is_over]:
+            self.advance(reduction, whole=True)
         streams = self._comm_ctx.streams
         if streams.are_concurrent:
             streams.current_waits_for_reductions()
@@ -200,7 +192,7 @@ class Reductions:
         Returns: the parameters that received any; whether these have post-accumulate-grad hooks of users, and the exception of
             a gradient hook of users.
         """
-        self._leave()
+        self.defer()
         launched, self.deferred = self.deferred, []
         for launch in launched:
             if (sums := launch.unit.settings.sums) is not None:
@@ -223,23 +215,26 @@ class Reductions:
                 launch.unit.emit(Op.COMMIT)
         return params, (is_followed, failed)
 
-    def _leave(self) -> None:
-        """Leave to units what a later backward reduces: unsynced gradients, and sums over the shard axis alone."""
+    def defer(self) -> None:
+        """Leave what was launched to a later commit, and to units what a later backward reduces.
+
+        That is unsynced gradients, and sums over the shard axis alone.  No other rank reads inputs of reductions any more.
+        """
         self.open_launch = None
         self.in_flight.clear()
         for unit, gradients in self.fresh_held:
             unit.earlier.hold(gradients)
         self.fresh_held.clear()
-        for launch, each in self._partial():
+        partial = [(launch, each) for launch in self.launched for each in launch.reductions if each.is_partial]
+        if partial:
+            self._comm_ctx.streams.current_waits_for_reductions()
+        for launch, each in partial:
             launch.reductions.remove(each)
             left = {param: value for param, value in each.windows().items() if param not in launch.unused}
             earlier = launch.unit.earlier  # what it has is in these sums, unless a backward has reduced a unit twice
             earlier.partial = add_gradients(earlier.partial, left)
         self.deferred += self.launched
         self.launched = []
-
-    def _partial(self) -> list[tuple[Launch, Reduction]]:
-        return [(launch, each) for launch in self.launched for each in launch.reductions if each.is_partial]
 
     # ---- gradients that wait for a later backward ----
 
