@@ -530,7 +530,7 @@ class Unit:
         A hook may store such a tensor to recognize others by address (activation offloading does), so no other parameter
         may get this address before backward.
         """
-        return sum(buffer.num_holders for buffer in self.memory.fulls)
+        return sum(torch_private.storage_use_count(e.storage) for e in self.memory.fulls if not e.aliases_shards)
 
     def reshard_after_forward(self) -> None:
         """Apply ``policy.reshard_after_forward``, unless something reads the full parameters before backward does."""

@@ -28,7 +28,7 @@ from shardwise.fsdp.mesh import MeshAxes, sub_parameter
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.precision import dtype_of_reduction
 from shardwise.fsdp.settings import UnitSettings
-from shardwise.layout import ChunkShard, build_bucket
+from shardwise.layout import ChunkShard, build_bucket, row_major
 
 _Kind = str | tuple[torch.dtype, torch.dtype, torch.device]
 
@@ -200,7 +200,7 @@ class UnitMemory:
         if buffer.aliases_shards:
             # The shard's own strides, since user code may have moved it.
             return make_full_parameter(param.local, 0, param, param.local.stride())
-        return make_full_parameter(buffer.hold(self.comm.pool), offset, param)
+        return make_full_parameter(buffer.hold(self.comm.pool), offset, param, row_major(param.shard.shape))
 
     def aliases_shard(self, param: ShardedParam) -> bool:
         """Return True if the full parameter of ``param`` is its shard."""
