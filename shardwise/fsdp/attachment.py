@@ -52,7 +52,7 @@ class Attachment:
         self.unit = unit
         self.engine: Engine | None = None
         self.is_root: bool | None = None
-        self.forward_methods: list[str] = []
+        self.forward_methods: dict[str, None] = {}
         self.ignored: tuple[tuple[dict[str, nn.Parameter | None], str], ...] = ()
         self.is_materialized = False
         self.asked_sync: bool | None = None

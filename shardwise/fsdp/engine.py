@@ -15,7 +15,7 @@ from shardwise import torch_private
 from shardwise.collectives.routes import PassKind
 from shardwise.consistency.failure_report import in_short, publish_failure
 from shardwise.errors import ShardwiseError, StateError
-from shardwise.fsdp.backward import Place
+from shardwise.fsdp.backward import Place, UnitBackward
 from shardwise.fsdp.comm_context import CommContext
 from shardwise.fsdp.divergence import Divergence
 from shardwise.fsdp.execution_order import ExecOrderTracker
@@ -24,7 +24,7 @@ from shardwise.fsdp.manual_finalization import ManualFinalization
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.reductions import Reductions
 from shardwise.fsdp.tables import Written
-from shardwise.fsdp.unit import COMING, HELD, SHARDS, SUB, StepChecks, Unit, is_in_backward
+from shardwise.fsdp.unit import COMING, HELD, SHARDS, SUB, StepChecks, Unit, UnitForward, is_in_backward
 from shardwise.fsdp.waiting_gradients import withdrawn
 from shardwise.observe import Op, listeners, logger, unit_in_words
 from shardwise.plan.schedule import StepEvent
@@ -686,7 +686,8 @@ class Engine:
         if self.divergence is not None:
             self.divergence.abort()
         for unit in self.units:
-            unit.abandon()
+            unit.forward, unit.backward, unit.reshards_late = UnitForward(), UnitBackward(), False
+            unit.discard()
         self.exec_order.forget()
 
     def _note_left(self) -> None:

@@ -492,12 +492,6 @@ class ReduceLayout:
     def _windows_in(self, packed: torch.Tensor) -> list[torch.Tensor]:
         return [packed_window(packed, move) for moves in self._moves for move in moves]
 
-    def pack_whole(self, gradients: list[torch.Tensor], section: GradientSection) -> None:
-        """Copy ``gradients`` to ``section``, of which this rank has all shards; padding becomes zero."""
-        if self.bucket.has_padding:
-            section.flat.zero_()
-        torch_private.copy_all(section.windows, gradients)
-
     def full_parts(self, gradients: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
         """Return the windows of the row-major ``gradients`` that are the shards of ``rank``."""
         parts = self._parts.get(rank)

@@ -132,7 +132,9 @@ class Reduction:
         # A rank alone on its shard axis packs into the very memory that becomes ``.grad``: one copy, not two.
         if self.has_elements and self._result is not None and packed is self.section:
             # This rank has all shards: write the final gradients.
-            self._reduce_layout.pack_whole(self.gradients, self._result)
+            if self.layout.has_padding:
+                packed.zero_()
+            torch_private.copy_all(self._result.windows, self.gradients)
         elif self.has_elements:
             self._reduce_layout.pack(self.gradients, packed)
         self.gradients.clear()

@@ -302,5 +302,4 @@ def wrap_forward_method(module: nn.Module, attachment: Attachment, name: str) ->
         return hooks.after_forward(owner, args, output)
 
     setattr(module, name, forward_method)
-    if name not in attachment.forward_methods:
-        attachment.forward_methods.append(name)
+    attachment.forward_methods[name] = None

@@ -517,11 +517,6 @@ class Unit:
             self.handle = None
         self._register_sharded()
 
-    def abandon(self) -> None:
-        """Reset the unit after a failure: sharded, in no forward and no backward; an all-gather in flight is cancelled."""
-        self.forward, self.backward, self.reshards_late = UnitForward(), UnitBackward(), False
-        self.discard()
-
     # ---- the end of a forward ----
 
     def count_aliases(self) -> int:
