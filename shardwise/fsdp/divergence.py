@@ -232,10 +232,6 @@ class Divergence:
             for launch in self._engine.reductions.launched:
                 launch.unused, launch.factor = unused, factor
 
-    def abort(self) -> None:
-        """Leave a pass after a failure."""
-        self.is_open = False
-
     def _round(self, gathers: Sequence[int]) -> list[int]:
         """Tell the other ranks what this one needs, and append to the schedule what any rank needs."""
         num = len(self._units)

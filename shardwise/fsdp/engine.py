@@ -684,7 +684,7 @@ class Engine:
         self.forwards.clear()
         self.comm_ctx.pass_tracker.abort()
         if self.divergence is not None:
-            self.divergence.abort()
+            self.divergence.is_open = False
         for unit in self.units:
             unit.forward, unit.backward, unit.reshards_late = UnitForward(), UnitBackward(), False
             unit.discard()

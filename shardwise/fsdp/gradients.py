@@ -314,7 +314,7 @@ class Reduction:
             existing = sharded.grad
             # As in autograd: the first gradient is taken as it is, later ones are added in place.
             if existing is None:
-                if param.full is sharded and param.is_strided:
+                if param.full is sharded and not sharded.is_contiguous():  # it gets the strides of its parameter
                     gradient = torch.empty_like(sharded, dtype=gradient.dtype).copy_(gradient)
                 sharded.grad = gradient
             else:

@@ -188,11 +188,6 @@ class ShardedParam:
         return torch_private.local_of(self.sharded)
 
     @property
-    def is_strided(self) -> bool:
-        """True for a plain parameter whose memory is not row-major; its gradient gets the same strides."""
-        return self.full is self.sharded and not self.sharded.is_contiguous()
-
-    @property
     def version(self) -> int:
         """A number that changes with every write to the shard that torch counts."""
         return torch_private.version_of(self.sharded) + torch_private.version_of(self.local) + self.version_base
