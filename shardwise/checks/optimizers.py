@@ -42,6 +42,7 @@ def watch_optimizers() -> None:
     if not _watches:
         _watches.append(register_optimizer_step_pre_hook(before_optimizer_step))
         _watches.append(register_optimizer_step_post_hook(after_optimizer_step))
+        _watches.append(register_optimizer_step_post_hook(_see_step))
 
 
 def before_optimizer_step(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
@@ -157,13 +158,11 @@ def _look_for_gradients(engine: Engine, stepped: Sequence[ShardedParam]) -> None
 
 
 def after_optimizer_step(optimizer: Optimizer, *_: Any) -> None:
-    """Bump the version counters of shards after a step, as torch's multi-tensor and fused steps do not; note the step."""
+    """Bump the version counters of shards after a step: torch's multi-tensor and fused steps do not."""
     given = _given_to(optimizer)
     _check_forms(optimizer, given)
     if written := [param for param in given if isinstance(param, DTensor)]:
         torch.autograd.graph.increment_version(written)
-    for each in list(_of_roots):
-        each.see(optimizer)
 
 
 # ---- Do all ranks step their optimizers alike: as often, and with the same learning rates?
@@ -245,3 +244,8 @@ class OptimizerSteps:
 
 def _is_rare(number: int) -> bool:
     return number > 0 and not number & (number - 1)
+
+
+def _see_step(optimizer: Optimizer, *_: Any) -> None:
+    for each in list(_of_roots):
+        each.see(optimizer)
