@@ -19,7 +19,7 @@ from shardwise.fsdp.backward import Place, UnitBackward
 from shardwise.fsdp.comm_context import CommContext
 from shardwise.fsdp.divergence import Divergence
 from shardwise.fsdp.execution_order import ExecOrderTracker
-from shardwise.fsdp.local_gradients import run_gradient_hooks
+from shardwise.fsdp.local_gradients import add_gradients, run_gradient_hooks
 from shardwise.fsdp.manual_finalization import ManualFinalization
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.reductions import Reductions
@@ -328,13 +328,15 @@ class Engine:
 
     # ---- backward ----
 
-    def before_backward(self, unit: Unit, num_packs: int, begun_at: Place) -> None:
+    def before_backward(self, unit: Unit, num_packs: int, begun_at: Place, place: Place) -> None:
         """Wait for the full parameters of ``unit``, which its backward reads, and launch prefetches.
 
         Args:
             num_packs: ``unit.memory.packs.count`` at the forward whose backward begins.
             begun_at: where in the graph that forward began.
+            place: of the node that has made the output.
         """
+        self.reach(place)
         backward = unit.backward
         if self.end is None or self.end() is None:
             self._begin_backward()
@@ -498,8 +500,9 @@ class Engine:
 
     def is_due(self, unit: Unit) -> bool:
         """Return True if a backward has to reduce ``unit`` even if it produced none of its gradients."""
-        held, is_manual = unit.earlier.held, self.manual.is_on
-        if not unit.policy.sync or not (held or unit.sums_are_due or unit.policy.reduces_unused):
+        held, policy, is_manual = unit.earlier.held, unit.policy, self.manual.is_on
+        has_sums = unit.earlier.partial and policy.syncs_replicas  # over shards, of earlier backwards
+        if not policy.sync or not (held or has_sums or policy.reduces_unused):
             return False
         launched = [*self.reductions.launched, *(self.reductions.deferred if is_manual else ())]
         return (is_manual and bool(held)) or all(launch.unit is not unit for launch in launched)
@@ -636,7 +639,7 @@ class Engine:
             if unit in self._plain:
                 continue
             if unit.held is HELD and unit.has_gradients:
-                unit.earlier.hold(unit.end_backward())
+                unit.earlier.held = add_gradients(unit.earlier.held, unit.end_backward())
             # Where ranks may take different ways the others would not know of this gather.
             if self._leaves_full(unit) and not unit.engine_side.diverges:
                 unit.wait_with_tied(None)

@@ -250,11 +250,9 @@ class Hooks:
         if engine is not None:
             if engine.logs or innermost_transform() is not None or is_profiling():
                 with _range("pre_backward", self._unit.name, engine.logs):
-                    engine.reach(place)
-                    engine.before_backward(self._unit, num_packs, begun_at)
+                    engine.before_backward(self._unit, num_packs, begun_at, place)
             else:
-                engine.reach(place)
-                engine.before_backward(self._unit, num_packs, begun_at)
+                engine.before_backward(self._unit, num_packs, begun_at, place)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Hooks:
         result = memo[id(self)] = Hooks(copy.deepcopy(self._attachment, memo))

@@ -126,10 +126,6 @@ class EarlierGradients:
         self.unsynced: set[ShardedParam] = set()
         self.deferred_hooks: dict[ShardedParam, tuple[torch.Tensor, dict[int, Callable[[torch.Tensor], None]]]] = {}
 
-    def hold(self, gradients: Gradients) -> None:
-        """Accumulate unsynced ``gradients``, which a later backward reduces."""
-        self.held = add_gradients(self.held, gradients)
-
     def take(self, params: Iterable[ShardedParam]) -> tuple[Gradients, Gradients]:
         """Remove and return all unsynced gradients, and the partial sums of their parameters and of ``params``."""
         held, self.held = self.held, {}

@@ -223,7 +223,7 @@ class Reductions:
         self.open_launch = None
         self.in_flight.clear()
         for unit, gradients in self.fresh_held:
-            unit.earlier.hold(gradients)
+            unit.earlier.held = add_gradients(unit.earlier.held, gradients)
         self.fresh_held.clear()
         partial = [(launch, each) for launch in self.launched for each in launch.reductions if each.is_partial]
         if partial:

@@ -684,16 +684,11 @@ class Unit:
             self.add_zeros(taken)
         # Ranks pair all-reduces over replicas by their parameters, so one that has a sum of earlier backwards and no gradient
         # in this one takes part with zeros.
-        if self.earlier.partial and self.sums_are_due:
+        if self.earlier.partial and self.policy.sync and self.policy.syncs_replicas:
             sums = self.earlier.partial.items()
             taken |= {param: each.new_zeros(param.shard.shape) for param, each in sums if param not in taken}
         self.backward.leave()
         return taken
-
-    @property
-    def sums_are_due(self) -> bool:
-        """True if a backward reduces the sums over shards of earlier ones over the replicas."""
-        return bool(self.earlier.partial) and self.policy.sync and self.policy.syncs_replicas
 
     def add_zeros(self, gradients: Gradients, sent: Container[ShardedParam] = ()) -> None:
         """Add zeros for trainable parameters without a gradient, except for those that were ``sent`` already."""
