@@ -134,6 +134,10 @@ class EarlierGradients:
         wanted = {*params, *held}
         return held, {param: self.partial.pop(param) for param in list(self.partial) if param in wanted}
 
+    def put_back(self, held: Gradients, partial: Gradients) -> None:
+        """Undo :meth:`take`, after a backward that raised."""
+        self.held, self.partial = {**self.held, **held}, {**self.partial, **partial}
+
     def show(self, params: Iterable[ShardedParam] = (), summed: Collection[ShardedParam] = ()) -> None:
         """Show in ``.grad`` of shards that gradients wait: those held here, and those of ``params`` and ``summed``."""
         for param in (*summed, *self.held, *self.partial, *params):

@@ -272,8 +272,7 @@ class Reductions:
         for launch in reversed(launched):
             for reduction in launch.reductions:
                 reduction.cancel()
-            launch.unit.earlier.held |= launch.held
-            launch.unit.earlier.partial |= launch.partial
+            launch.unit.earlier.put_back(launch.held, launch.partial)
 
     def forget_deferred(self) -> None:
         """Drop the pending reductions of earlier backwards."""
