@@ -293,10 +293,7 @@ class Reduction:
         olds: list[torch.Tensor] = []
         news: list[torch.Tensor] = []
         params: Sequence[ShardedParam] = self.params
-        if self._is_final and self._result is not None:
-            gradients = self._result.gradients
-        else:
-            gradients = self._as_gradients() if self._stored is None else self._stored
+        gradients = self._as_gradients() if self._stored is None else self._stored
         # Where ranks take different ways a parameter may have a gradient on none of them: ``.grad`` then stays what it was,
         # None included, and an optimizer skips it as on one process.
         if launch.unused:
