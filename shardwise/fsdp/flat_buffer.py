@@ -58,11 +58,8 @@ class FlatBucket:
     def __init__(
         self, params: list[ShardedParam], layout: Bucket, full_dtype: torch.dtype, storage: ParamStorage, travels: bool
     ) -> None:
-        self.params = params
-        self.layout = layout
-        self.dtype = params[0].dtype
-        self.full_dtype = full_dtype
-        self.travels = travels
+        self.params, self.layout, self.travels = params, layout, travels
+        self.dtype, self.full_dtype = params[0].dtype, full_dtype
         self.number: int | None = None
         self._storage = storage
         self._move_in(params[0].local.device)
@@ -221,8 +218,7 @@ class GradientSection:
         self, params: Sequence[ShardedParam], places: Sequence[tuple[int, tuple[int, ...]]], flat: torch.Tensor
     ) -> None:
         """Sub-allocate gradients of ``params`` from ``flat``; ``places``: offset, in elements, and shape of each."""
-        self.flat = flat
-        self._params = params
+        self.flat, self._params = flat, params
         self.windows = suballocate_all(flat, places)
         self.gradients = [as_gradient(param, window) for param, window in zip(params, self.windows, strict=True)]
         storages = [window.untyped_storage() for window in self.windows]
@@ -297,9 +293,7 @@ class GatherLayout:
     """Where shards lie in the buffer of an all-gather, and the copies out of it, computed once; see :class:`ReduceLayout`."""
 
     def __init__(self, buckets: Sequence[FlatBucket | SubBucket], num_shards: int, storage: ParamStorage) -> None:
-        self.buckets = buckets
-        self.num_shards = num_shards
-        self._storage = storage
+        self.buckets, self.num_shards, self._storage = buckets, num_shards, storage
         offset, self._starts = 0, list[int]()  # where each bucket starts, in bytes
         for bucket in buckets:
             self._starts.append(offset)
@@ -442,8 +436,7 @@ class ReduceLayout:
         self._packed_windows: Windows = {}
         shapes = [shard.shard_shape(rank) for shard in self.bucket.shards]
         self._places = [*zip(self.bucket.offsets, shapes, strict=True)]
-        self.num_spare = num_spare
-        self._kept_bytes = kept_bytes
+        self.num_spare, self._kept_bytes = num_spare, kept_bytes
         self._kept: list[GradientSection] = []
 
     def empty(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -74,8 +74,7 @@ class Hooks:
     """The hooks on the modules of one attachment, and what they note of the forwards that run now."""
 
     def __init__(self, attachment: Attachment) -> None:
-        self._attachment = attachment
-        self._unit = attachment.unit
+        self._attachment, self._unit = attachment, attachment.unit
         self._running: list[_Running] = []
         self._graph = ForwardGraph()
 

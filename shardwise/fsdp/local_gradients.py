@@ -50,10 +50,7 @@ def local_form(gradient: torch.Tensor, param: ShardedParam, dims: DataParallelMe
 
 def add_gradients(old: Mapping[ShardedParam, torch.Tensor], new: Mapping[ShardedParam, torch.Tensor]) -> Gradients:
     """Return the sum per parameter, without changing either side; the tensor of one side alone is not copied."""
-    total: Gradients = dict(old)
-    for param, gradient in new.items():
-        total[param] = total[param] + gradient if param in total else gradient
-    return total
+    return {**old, **{param: old[param] + value if param in old else value for param, value in new.items()}}
 
 
 def change_by_hooks(params: Sequence[ShardedParam], gradients: Sequence[torch.Tensor]) -> BaseException | None:
@@ -77,8 +74,7 @@ def change_by_hooks(params: Sequence[ShardedParam], gradients: Sequence[torch.Te
 
 
 def _take_changed(param: ShardedParam, gradient: torch.Tensor, changed: torch.Tensor) -> None:
-    is_alike = isinstance(changed, DTensor) is isinstance(gradient, DTensor) and changed.shape == gradient.shape
-    if not is_alike:
+    if isinstance(changed, DTensor) is not isinstance(gradient, DTensor) or changed.shape != gradient.shape:
         raise StateError(
             f"a hook on the gradient of {param.fqn} was given a {type(gradient).__name__} of shape {tuple(gradient.shape)} and "
             f"returned a {type(changed).__name__} of shape {tuple(changed.shape)}: return a DTensor of the same shape, or None"
@@ -119,10 +115,8 @@ class EarlierGradients:
     """
 
     def __init__(self) -> None:
-        self.held: Gradients = {}
-        self.partial: Gradients = {}
+        self.held, self.partial, self.stashed = Gradients(), Gradients(), Gradients()
         self.waiting: dict[ShardedParam, WaitingGradient] = {}
-        self.stashed: Gradients = {}
         self.unsynced: set[ShardedParam] = set()
         self.deferred_hooks: dict[ShardedParam, tuple[torch.Tensor, dict[int, Callable[[torch.Tensor], None]]]] = {}
 

@@ -41,8 +41,7 @@ class Reductions:
     """
 
     def __init__(self, exec_order: ExecOrderTracker, comm_ctx: CommContext) -> None:
-        self._exec_order = exec_order
-        self._comm_ctx = comm_ctx
+        self._exec_order, self._comm_ctx = exec_order, comm_ctx
         self.max_inputs = 1
         self.syncs_replicas: bool | None = None
         # In the order of their launches.  Those that are over leave it from the front; ``launched`` keeps them until the

@@ -195,9 +195,7 @@ class Unit:
         self.fresh_as_of: tuple[int, int | None] = 0, None
         self.handle: Handle | None = None
         self.reshards_late = False
-        self.tied_units: tuple[Unit, ...] = ()
-        self.beside: tuple[Unit, ...] = ()
-        self.others: tuple[Unit, ...] = ()
+        self.tied_units = self.beside = self.others = tuple[Unit, ...]()
         self.engine_side = EngineSide()
         self.own(params)
 
