@@ -152,10 +152,9 @@ class Tables:
         """Return True, with versions noted, if user code has changed nothing but values; ``in_step``: see :class:`Snapshot`."""
         # A swap knows nothing of parameters in place, so it would not speak for the whole unit.
         seen, swap = self.seen, None if self._memory.in_place else self.swap
-        if seen is None or not (
-            all(map(_IS, seen.forms, map(dict.get, *seen.places)))
-            or (swap is not None and all(map(_IS, swap.forms[0], map(dict.get, *swap.places))))
-        ):
+        are_shards = seen is not None and all(map(_IS, seen.forms, map(dict.get, *seen.places)))
+        are_full = not are_shards and swap is not None and all(map(_IS, swap.forms[0], map(dict.get, *swap.places)))
+        if seen is None or not (are_shards or are_full):
             return False
         counted = seen.versions(in_step)
         if counted is not None and counted != seen.counted:
