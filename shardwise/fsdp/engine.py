@@ -23,7 +23,6 @@ from shardwise.fsdp.local_gradients import add_gradients, run_gradient_hooks
 from shardwise.fsdp.manual_finalization import ManualFinalization
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.reductions import Reductions
-from shardwise.fsdp.tables import Written
 from shardwise.fsdp.unit import COMING, HELD, SHARDS, SUB, StepChecks, Unit, UnitForward, is_in_backward
 from shardwise.fsdp.waiting_gradients import withdrawn
 from shardwise.observe import Op, listeners, logger, unit_in_words
@@ -310,21 +309,13 @@ class Engine:
             for unit in self.units:
                 if unit.reshards_late:
                     unit.reshards_late = False
-                    unit.take_writes(self._see_writes)
+                    unit.take_writes()
                     unit.reshard()
                 elif unit.held is HELD:
-                    unit.keep(self._see_writes)
+                    unit.keep()
                     if no_backward_follows and not (self._leaves_full(unit) or unit.backward.keeps_for_graph):
                         unit.tables.register_sharded()  # user code then finds what optimizers have
                         unit.registered = SHARDS
-
-    def _see_writes(self, unit: Unit, written: Written) -> None:
-        if self.divergence is not None:
-            raise StateError(
-                f"a forward has written to parameters of {unit_in_words(unit.name)}, where ranks may take different ways: "
-                "others would keep their old rows. Write between steps, on every rank, or remove set_allow_rank_divergence"
-            )
-        self.checks.see_writes(unit, written)
 
     # ---- backward ----
 

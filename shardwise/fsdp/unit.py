@@ -571,15 +571,20 @@ class Unit:
             return True
         return self.fresh_as_of[0] == self._current_version(pass_number)
 
-    def take_writes(self, on_written: Callable[[Unit, Written], None] | None = None) -> None:
+    def take_writes(self) -> None:
         """Copy writes to full parameters into the shards; not in a pass, where other ranks may read the shards.
 
-        Every rank copies its own rows, so all ranks must have written the same values.  ``on_written`` is called first,
-        with the written parameters.
+        Every rank copies its own rows, so all ranks must have written the same values.  Raises: StateError where ranks may take
+        different ways.
         """
         if self.held is HELD and (written := self.tables.find_writes()):
-            if on_written is not None:
-                on_written(self, written)
+            if self.engine_side.diverges:
+                raise StateError(
+                    f"a forward has written to parameters of {unit_in_words(self.name)}, where ranks may take different ways: "
+                    "others would keep their old rows. Write between steps, on every rank, or remove "
+                    "set_allow_rank_divergence"
+                )
+            self.engine_side.checks.see_writes(self, written)
             self.take_written(written)
 
     def take_written(self, written: Written) -> None:
@@ -630,9 +635,9 @@ class Unit:
                     "trained. Do so in forward or after backward, or call reshard() or unshard() on the module first"
                 )
 
-    def keep(self, on_written: Callable[[Unit, Written], None] | None = None) -> None:
-        """Keep full parameters registered between passes; for ``on_written`` see :meth:`take_writes`."""
-        self.take_writes(on_written)
+    def keep(self) -> None:
+        """Keep full parameters registered between passes."""
+        self.take_writes()
         self.tables.is_kept = True
         self.listen()
 
