@@ -43,6 +43,5 @@ class UnitBackward:
 
     def leave(self) -> None:
         """Record that the unit's backward is over, and drop its progress."""
-        self.is_running = False
+        self.is_running, self.buckets = False, None
         self.arrived.clear()
-        self.buckets = None

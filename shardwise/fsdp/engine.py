@@ -256,7 +256,8 @@ class Engine:
         if self.refuse is not None:
             self.refuse()
         for unit in self.units:
-            unit.ensure_packed(kind == "backward")
+            if not unit.tables.check(kind == "backward"):
+                unit.ensure_packed(has_changed=True)
         self.comm_ctx.pass_tracker.begin(kind)
         if self.divergence is not None and (kind == "backward" or self.exec_order.gathers):
             self.divergence.enter(kind)

@@ -266,7 +266,7 @@ def full_window(flat: torch.Tensor, move: Move, base: int) -> torch.Tensor:
 def packed_window(flat: torch.Tensor, move: Move) -> torch.Tensor:
     """Return the side of ``move`` that is in a packed buffer.
 
-    It is not a view, since a view references ``flat``: :func:`known_windows` caches windows until ``flat`` dies, and with
+    It is not a view, since a view references ``flat``: :func:`keep_windows` caches windows until ``flat`` dies, and with
     views it never would.
     """
     with torch.inference_mode(False):
@@ -275,18 +275,16 @@ def packed_window(flat: torch.Tensor, move: Move) -> torch.Tensor:
         return window.set_(flat.untyped_storage(), start, move.shape, move.packed_stride)
 
 
-# Windows by the id of their buffer, since tensors compare element by element.
-Windows = dict[int, tuple[weakref.ref[torch.Tensor], list[torch.Tensor]]]
+# Windows by the id of their buffer, since tensors compare element by element.  They are looked up without a call.
+_KnownWindows = tuple[weakref.ref[torch.Tensor], list[torch.Tensor]]
+Windows = dict[int, _KnownWindows]
 
 
-def known_windows(
-    kept: Windows, buffer: torch.Tensor, make: Callable[[torch.Tensor], list[torch.Tensor]]
-) -> list[torch.Tensor]:
-    """Return what ``kept`` has for ``buffer``, or else ``make(buffer)``, which it keeps until the buffer dies."""
-    found, key = kept.get(id(buffer)), id(buffer)
-    if found is None or found[0]() is not buffer:
-        found = kept[key] = weakref.ref(buffer, lambda _: kept.pop(key, None)), make(buffer)
-    return found[1]
+def keep_windows(kept: Windows, buffer: torch.Tensor, windows: list[torch.Tensor]) -> _KnownWindows:
+    """Return the entry of ``windows``, which ``kept`` has from now on until ``buffer`` dies."""
+    key = id(buffer)
+    entry = kept[key] = weakref.ref(buffer, lambda _: kept.pop(key, None)), windows
+    return entry
 
 
 class GatherLayout:
@@ -408,7 +406,10 @@ class Delivery:
             rows = packed.view(shards.num_shards, -1)[: shards.num_even]
             torch.split_with_sizes_copy(rows, shards.columns, dim=1, out=self._full_windows)
             return
-        torch_private.copy_all(self._full_windows, known_windows(self._packed_windows, packed, shards.packed_windows))
+        known = self._packed_windows.get(id(packed))
+        if known is None or known[0]() is not packed:
+            known = keep_windows(self._packed_windows, packed, shards.packed_windows(packed))
+        torch_private.copy_all(self._full_windows, known[1])
 
 
 # ---- The layout of gradients during and after their reduction.
@@ -474,16 +475,16 @@ class ReduceLayout:
             return
         if self.bucket.has_padding:
             packed.zero_()
-        targets = known_windows(self._packed_windows, packed, self._windows_in)
+        known = self._packed_windows.get(id(packed))
+        if known is None or known[0]() is not packed:
+            windows = [packed_window(packed, move) for moves in self._moves for move in moves]
+            known = keep_windows(self._packed_windows, packed, windows)
         sources: list[torch.Tensor] = []
         for gradient, moves in zip(gradients, self._moves, strict=True):
             dense = gradient.contiguous()
             start = dense.storage_offset()
             sources += [dense.as_strided(move.shape, move.full_stride, start + move.full_offset) for move in moves]
-        torch_private.copy_all(targets, sources)
-
-    def _windows_in(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        return [packed_window(packed, move) for moves in self._moves for move in moves]
+        torch_private.copy_all(known[1], sources)
 
     def full_parts(self, gradients: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
         """Return the windows of the row-major ``gradients`` that are the shards of ``rank``."""

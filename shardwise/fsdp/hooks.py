@@ -183,7 +183,7 @@ class Hooks:
         for index, each in enumerate(args):
             # A leaf's gradient is accumulated as soon as it is there, whatever else is left of the graph; a view's is not.
             # Leaves elsewhere (keywords, containers) get none: a unit that has only those ends with the whole backward.
-            if type(each) is torch.Tensor and each.requires_grad and not each.grad_fn and each.layout is torch.strided:
+            if type(each) is torch.Tensor and each.requires_grad and each.is_leaf and each.layout is torch.strided:
                 args = (*args[:index], each.view_as(each), *args[index + 1 :])
         for each in (*args, *kwargs.values()):
             for tensor in (each,) if isinstance(each, torch.Tensor) else tensors_in(each):
@@ -198,7 +198,7 @@ class Hooks:
         engine = unit.engine_side.engine_ref()
         conversion, begun = self._running.pop() if self._running else _NOTHING
         put_in = tensors_in(begun[0]) if begun[0] else []
-        ends: list[torch.Tensor] = []
+        ends: list[tuple[torch.Tensor, int]] = []
         builds_graph = torch.is_grad_enabled()
         try:
             if conversion is not None:
@@ -222,11 +222,10 @@ class Hooks:
             return output
         if builds_graph:
             on, thread = engine.comm_ctx.device.type, get_ident()
-            for tensor in ends:
-                # This also regenerates the grad_fn of a view that is out of date: register_hook would crash.
-                number = torch_private.node_number(tensor) if tensor.device.type == on else sys.maxsize
+            for tensor, number in ends:
+                place = thread, number if tensor.device.type == on else sys.maxsize
                 pre_backward = functools.partial(
-                    self.before_backward, unit.memory.packs.count, unit.forward.begun_at, (thread, number)
+                    self.before_backward, unit.memory.packs.count, unit.forward.begun_at, place
                 )
                 tensor.register_hook(pre_backward)
                 # An in-place op on a view replaces the view's grad_fn and would lose the hook above; the grad_fn of its base

@@ -49,15 +49,10 @@ class Snapshot:
         self._locals = [*map(weakref.ref, _apart(locals_, shards))]
         # A subclass with an all-gather extension (float8) decides itself what its address is, if it has one.
         self._is_addressed = [param not in extended for param in params]
-        self._addresses = [*map(_ADDRESS, compress(locals_, self._is_addressed))]
         pairs = zip(self._is_addressed, locals_, strict=True)
         self._is_bare = [not (is_addressed and local.data_ptr()) for is_addressed, local in pairs]
-        self._facts, self._wants = self._facts_of(locals_), [*map(_REQUIRES_GRAD, shards)]
-
-    def _facts_of(self, locals_: Sequence[torch.Tensor]) -> list[object]:
-        # The storage of a DTensor changes if ``.data`` is assigned to; dtype and device change with the address, if any.
-        bare = map(_FACTS_OF_LOCAL, compress(locals_, self._is_bare))
-        return [*bare, *map(_GRAD_DTYPE, self._shards), *map(torch_private.storage_id, self._shards)]
+        self._facts: list[object] = []
+        self.versions(in_step=False)  # notes the facts
 
     def versions(self, in_step: bool) -> list[int] | None:
         """Return the version counters of the shards; None if user code has changed something else than values.
@@ -68,12 +63,15 @@ class Snapshot:
         shards = self._shards
         locals_ = torch_private.locals_of(shards)
         apart = locals_ if len(self._locals) == len(locals_) else _apart(locals_, shards)
-        if (
-            not all(map(_IS, apart, map(_TARGET, self._locals)))
-            or [*map(_ADDRESS, compress(locals_, self._is_addressed))] != self._addresses
-            or [*map(_REQUIRES_GRAD, shards)] != self._wants
-            or not (in_step or self._facts_of(locals_) == self._facts)
-        ):
+        if not all(map(_IS, apart, map(_TARGET, self._locals))):
+            return None  # what has come in their place may have no address
+        facts: list[object] = [*map(_ADDRESS, compress(locals_, self._is_addressed)), *map(_REQUIRES_GRAD, shards)]
+        if not in_step:
+            # The storage of a DTensor changes if ``.data`` is assigned to; dtype and device change with the address, if any.
+            bare = map(_FACTS_OF_LOCAL, compress(locals_, self._is_bare))
+            facts += [*bare, *map(_GRAD_DTYPE, shards), *map(torch_private.storage_id, shards)]
+        known = self._facts = self._facts or facts
+        if facts != known[: len(facts)]:
             return None
         return [*map(operator.add, map(_VERSION, shards), map(_VERSION, locals_))]
 
@@ -148,7 +146,7 @@ class Tables:
 
     # ---- what user code has changed ----
 
-    def check(self, in_step: bool) -> bool:
+    def check(self, in_step: bool = False) -> bool:
         """Return True, with versions noted, if user code has changed nothing but values; ``in_step``: see :class:`Snapshot`."""
         # A swap knows nothing of parameters in place, so it would not speak for the whole unit.
         seen, swap = self.seen, None if self._memory.in_place else self.swap

@@ -331,12 +331,12 @@ class Unit:
         self.tables.seen = None  # until here user code may have patched extensions on shards
         self.memory.bind(comm)
 
-    def ensure_packed(self, in_step: bool = False) -> None:
+    def ensure_packed(self, has_changed: bool = False) -> None:
         """Detect whether user code has replaced parameters or their memory, or changed their dtype; repack if it has.
 
-        ``in_step``: a forward has checked already, and its backward begins.
+        ``has_changed``: a check has found so already.
         """
-        if self.tables.check(in_step):
+        if not has_changed and self.tables.check():
             return
         # Only here does anything loop over parameters in Python; a warm step ends above.
         is_first = self.memory.kinds is None
@@ -690,7 +690,9 @@ class Unit:
         if self.earlier.partial and self.policy.sync and self.policy.syncs_replicas:
             sums = self.earlier.partial.items()
             taken |= {param: each.new_zeros(param.shard.shape) for param, each in sums if param not in taken}
-        self.backward.leave()
+        backward = self.backward
+        backward.is_running, backward.buckets = False, None
+        backward.arrived.clear()
         return taken
 
     def add_zeros(self, gradients: Gradients, sent: Container[ShardedParam] = ()) -> None:
