@@ -135,9 +135,10 @@ def _refuse_early(engine: Engine, stepped: Sequence[ShardedParam]) -> None:
                 "ended that. Step after it; after an interrupt call reset_iter_state() on the root module first"
             )
         if engine.manual.awaits_completion:
+            verb = "call" if engine.manual.completion is None else "wait() for"
             raise StateError(
                 f"an optimizer steps on {param.fqn} ({where}) before the gradients of its last backward are complete, in "
-                f"manual backward finalization; {engine.manual.missing} on the root module first"
+                f"manual backward finalization; {verb} finalize_backward() on the root module first"
             )
         mark = param.unit().earlier.waiting.get(param)
         if mark is not None and param.sharded.grad is mark:

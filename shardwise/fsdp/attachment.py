@@ -42,7 +42,7 @@ class Attachment:
         engine: the engine of a root, from its first forward on; before that, of a module that user code unshards or evaluates
             by itself.  Else None.
         is_root: None until the first forward of the root, which sets it for all units below.
-        forward_methods: names of methods that are treated like ``forward``.
+        forward_methods: names of methods that are treated like ``forward``, each once.
         ignored: the registrations of ignored parameters: a module's dict of parameters, and a name.
         is_materialized: tensors of its modules were moved from meta to a device, and no forward has run since.
         asked_sync: whether backwards reduce gradients from the next forward on (``no_sync`` of replicas); None: as they do.

@@ -180,12 +180,11 @@ class Divergence:
         self.is_open = True
 
     def reach_gather(self, unit: Unit) -> None:
-        """Launch for the others what comes before the gather of ``unit``, which the caller launches next."""
+        """Launch for the others what comes before the gather of ``unit``; the caller launches that, and moves the cursor."""
         if unit.number not in self.gathers[self.cursor :]:
             self._serve_until(len(self.gathers) - 1)
             self._round([unit.number])
         self._serve_until(self.gathers.index(unit.number, self.cursor))
-        self.cursor += 1
 
     def launch(self, unit: Unit, gradients: Gradients) -> None:
         """Launch the reduction of ``unit``, and before it for the others what comes first, with zeros added to ``gradients``.

@@ -92,24 +92,19 @@ class Engine:
 
     def __init__(self, comm_ctx: CommContext) -> None:
         self.units: list[Unit] = []
-        self.comm_ctx = comm_ctx
-        self.exec_order = ExecOrderTracker()
+        self.comm_ctx, self.exec_order = comm_ctx, ExecOrderTracker()
         self.forwards: list[tuple[Unit, BaseException | None]] = []
-        self._has_reported = False
         self.hooked: tuple[bool, BaseException | None] = False, None
         self.end: weakref.ref[BackwardEnd] | None = None
-        self.makes_graph = False
+        self.makes_graph = self.awaits_backward = self.logs = self._has_reported = False
         self.reductions = Reductions(self.exec_order, comm_ctx)
-        self.manual = ManualFinalization()
+        self.manual, self.checks = ManualFinalization(), StepChecks()
         self.is_last_backward = True
         self.post_optim_event: torch.Event | None = None
-        self.logs = False
-        self.checks = StepChecks()
         self.refuse: Callable[[], None] | None = None
         self._running: list[Unit] = []  # units through which backward runs, outermost first
         self._owners: set[Unit] = set()  # units with tied parameters that other units use
         self._plain: list[Unit] = []  # units whose parameters may stay registered while they are sharded
-        self.awaits_backward = False
         self.left_at: int | None = None
         self.divergence: Divergence | None = None
         live_engines.add(self)
@@ -552,7 +547,8 @@ class Engine:
             for param in unit.params:
                 if param.full is not None:
                     param.full.grad = None
-            unit.backward.leave()
+            unit.backward.is_running, unit.backward.buckets = False, None
+            unit.backward.arrived.clear()
             if unit.held is COMING:  # its gather has ended with the pass
                 unit.discard()
         self.unstash_gradients()

@@ -296,17 +296,14 @@ class GatherLayout:
         for bucket in buckets:
             self._starts.append(offset)
             offset = align(offset + bucket.layout.section_numel * bucket.full_dtype.itemsize, _BYTE_ALIGNMENT)
-        self._section_bytes = offset
-        self._section_numel = buckets[0].layout.section_numel if len(buckets) == 1 else offset
-        itemsize = (
-            buckets[0].full_dtype.itemsize if len(buckets) == 1 else 1
-        )  # sections of several dtypes travel as bytes
+        self._section_bytes, only = offset, buckets[0] if len(buckets) == 1 else None
+        # Sections of several dtypes travel as bytes.
+        self._section_numel, itemsize = (only.layout.section_numel, only.full_dtype.itemsize) if only else (offset, 1)
         self.packed_bytes = num_shards * self._section_numel * itemsize  # of all ranks
-        self.columns = [shard.section_numel for shard in buckets[0].layout.shards] if len(buckets) == 1 else []
+        self.columns = [shard.section_numel for shard in only.layout.shards] if only else []
         # One split kernel copies all shards on an accelerator.  On CPU it makes as many copies as cached windows do, at twice
         # the cost.
-        is_split = len(buckets) == 1 and storage.device.type != "cpu"
-        self.num_even = buckets[0].layout.num_even if is_split else 0
+        self.num_even = only.layout.num_even if only and storage.device.type != "cpu" else 0
 
     @functools.cached_property  # not when parameters are sharded: many modules are never run
     def moves(self) -> list[list[tuple[int, Move]]]:

@@ -199,11 +199,10 @@ class Hooks:
         conversion, begun = self._running.pop() if self._running else _NOTHING
         put_in = tensors_in(begun[0]) if begun[0] else []
         ends: list[tuple[torch.Tensor, int]] = []
-        builds_graph = torch.is_grad_enabled()
         try:
             if conversion is not None:
                 conversion.take_back()
-            if builds_graph:
+            if torch.is_grad_enabled():
                 ends, is_unseen = self._graph.ends(module, begun, output, put_in)
                 for member in (unit, *unit.beside):
                     member.backward.is_unseen = is_unseen
@@ -220,19 +219,16 @@ class Hooks:
             raise
         if not has_output:
             return output
-        if builds_graph:
-            on, thread = engine.comm_ctx.device.type, get_ident()
-            for tensor, number in ends:
-                place = thread, number if tensor.device.type == on else sys.maxsize
-                pre_backward = functools.partial(
-                    self.before_backward, unit.memory.packs.count, unit.forward.begun_at, place
-                )
-                tensor.register_hook(pre_backward)
-                # An in-place op on a view replaces the view's grad_fn and would lose the hook above; the grad_fn of its base
-                # stays.
-                base = torch_private.base_of_view(tensor)
-                if base is not None and base.grad_fn is not None:
-                    base.grad_fn.register_prehook(pre_backward)
+        on, thread = engine.comm_ctx.device.type, get_ident()
+        num_packs, begun_at = unit.memory.packs.count, unit.forward.begun_at
+        for tensor, number in ends:
+            place = thread, number if tensor.device.type == on else sys.maxsize
+            pre_backward = functools.partial(self.before_backward, num_packs, begun_at, place)
+            tensor.register_hook(pre_backward)
+            # An in-place op on a view replaces the view's grad_fn and would lose the hook above; the grad_fn of its base stays.
+            base = torch_private.base_of_view(tensor)
+            if base is not None and base.grad_fn is not None:
+                base.grad_fn.register_prehook(pre_backward)
         dtype = unit.settings.precision.output_dtype
         return output if dtype is None else Conversion(dtype, copies=True)(output)
 

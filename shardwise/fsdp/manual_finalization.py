@@ -24,11 +24,6 @@ class ManualFinalization:
         """True while the gradients of a backward are not complete."""
         return self.is_open or self.completion is not None
 
-    @property
-    def missing(self) -> str:
-        """What user code has to call for complete gradients."""
-        return "call finalize_backward()" if self.completion is None else "wait() for finalize_backward()"
-
     def set_on(self, is_on: bool, is_in_backward: bool, has_deferred: bool) -> None:
         """Turn manual finalization on or off.  Raises: StateError while gradients of a backward are not set."""
         if is_on == self.is_on:

@@ -47,8 +47,7 @@ class Reductions:
         # In the order of their launches.  Those that are over leave it from the front; ``launched`` keeps them until the
         # commit.
         self.in_flight: list[Reduction] = []
-        self.launched: list[Launch] = []
-        self.deferred: list[Launch] = []
+        self.launched, self.deferred = list[Launch](), list[Launch]()
         self.fresh_held: list[tuple[Unit, Gradients]] = []
         self.open_launch: Launch | None = None
         self.summed: set[ShardedParam] = set()

@@ -135,9 +135,7 @@ def communicators(unit: Unit, comm_ctx: CommContext) -> UnitComm:
         process_group = axes.mesh.get_group(axes.shard_mesh_dim)
         fetch = streams.fetch if asked.storage.is_offloaded else None
         shards = over(process_group, streams.gather, unit.coding("gather"), fetch=fetch)
-        coding = (
-            None if has_replicas else unit.coding("reduce")
-        )  # with replicas only what goes between them is compressed
+        coding = None if has_replicas else unit.coding("reduce")  # else what goes between replicas is compressed
         reduce = over(asked.custom.reduce_group or process_group, streams.reduce, coding)
     if has_replicas:
         replicas = over(axes.mesh.get_group(axes.replicate_mesh_dim), streams.replicas, unit.coding("reduce"))

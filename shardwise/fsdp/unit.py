@@ -416,8 +416,10 @@ class Unit:
         schedule = self.engine_side.schedule
         if schedule is not None and pass_number is not None:
             # Ranks that take different ways still have to launch the same collectives: the gathers before this one, which only
-            # other ranks need, are launched first.
-            schedule.reach_gather(self)
+            # other ranks need, are launched first.  A rank on the usual way makes no call for it.
+            if schedule.gathers[schedule.cursor] != self.number:
+                schedule.reach_gather(self)
+            schedule.cursor += 1
         if listeners:
             begin(self.track.name, "unshard", self.name)
         try:
@@ -501,10 +503,13 @@ class Unit:
 
     def _register_sharded(self) -> None:
         self.tables.register_sharded()
-        if not self.policy.keeps_full_memory:
-            self.memory.drop()
-        if self.memory.sub is not None:
-            self.memory.drop_sub()
+        memory = self.memory
+        for buffer in memory.fulls if not self.policy.keeps_full_memory else ():  # ``memory.drop()``, without a call
+            buffer.drop()
+        if memory.extended.params and not self.policy.keeps_full_memory:
+            memory.extended.drop()
+        if memory.sub is not None:
+            memory.drop_sub()
         self.registered, self.held = SHARDS, NONE
 
     def discard(self) -> None:
