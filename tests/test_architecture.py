@@ -328,7 +328,7 @@ def test_files_and_functions_are_short() -> None:
 
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
-    "fsdp": 5174,  # with plan and checks 5886; containers.py (136) and loop/meter.py were in it; issue 57 about 300
+    "fsdp": 5174,  # with plan and checks 5887; containers.py (136) and loop/meter.py were in it; issue 57 about 300
     "collectives": 2530,  # of 2800
     "checkpoint": 2401,  # with transaction 2900; issue 62: the removal of one version
     "publish": 414,  # issue 62, which allows 650 with sleep
@@ -346,7 +346,7 @@ BUDGETS = {
     "plan": 305,
     "data": 450,  # issue 60
     "prove": 1182,  # issue 59, which allows 650
-    "checks": 407,  # of which optimizers 161
+    "checks": 408,  # of which optimizers 161
     "offload": 1278,  # host tier 500, disk tier 300, activations 200; a limit without inputs 28; asleep (issue 62) 236
 }
 

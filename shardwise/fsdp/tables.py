@@ -22,7 +22,7 @@ from shardwise.errors import StateError
 from shardwise.fsdp.param import ShardedParam, refuse_gradients
 from shardwise.fsdp.unit_memory import UnitMemory
 
-_ADDRESS = torch.Tensor.data_ptr
+_ADDRESS, _OFFSET, _STORAGE = torch.Tensor.data_ptr, torch.Tensor.storage_offset, torch_private.storage_id
 _FACTS_OF_LOCAL, _GRAD_DTYPE = operator.attrgetter("dtype", "device"), operator.attrgetter("grad_dtype")
 _IS, _REQUIRES_GRAD, _VERSION = operator.is_, operator.attrgetter("requires_grad"), torch_private.version_of
 _TARGET: Callable[[weakref.ref[torch.Tensor]], torch.Tensor | None] = weakref.ref.__call__
@@ -127,8 +127,8 @@ class Tables:
     Attributes:
         seen: what user code could change, as the last full check has found it; None: the next check looks at everything.
         swap: the columns by which forms are switched; None: the next :meth:`register_full` makes them.
-        registered: the parameters in buckets, their full parameters that were registered last, and version counters and
-            addresses of these, if user code has not written to them.
+        registered: the parameters in buckets, their full parameters that were registered last, and version counters, storages
+            and offsets of these, if user code has not written to them.
         last_version: the sum of the version counters of the shards, as of the last check; shards do not change in a pass.
         is_kept: full parameters stay registered between passes, where user code can reach them.
         on_gradient: makes the hooks of the full parameters' gradients; None: they have none.
@@ -138,7 +138,7 @@ class Tables:
         self._params, self._memory = params, memory
         self.seen: Snapshot | None = None
         self.swap: Swap | None = None
-        self.registered: tuple[list[ShardedParam], list[nn.Parameter], list[int], list[int]] = [], [], [], []
+        self.registered: tuple[list[ShardedParam], list[nn.Parameter], list[int], list[object]] = [], [], [], []
         self.last_version = 0
         self._has_new_versions = True  # the version counters of full parameters do not reflect the shards' yet
         self.is_kept = False
@@ -193,9 +193,6 @@ class Tables:
         deque(map(dict.__setitem__, *swap.places, swap.forms[0]), maxlen=0)
         for at, full, _ in swap.with_setattr:
             at.call_setattr(full)
-        # What writes of user code to full parameters are recognized by (:meth:`find_writes`).
-        params, fulls, versions, _ = self.registered
-        self.registered = params, fulls, versions, [*map(_ADDRESS, fulls)]
         if memory.in_place:
             self._check_not_replaced(memory.in_place)
             self._own_forms_in_place()
@@ -219,7 +216,9 @@ class Tables:
             self._sync_requires_grad(param, full)
         swap = self.swap = Swap([*params, *memory.extended.params])
         fulls = swap.fulls[: len(params)]
-        self.registered = params, fulls, [*map(_VERSION, fulls)], []
+        # What writes of user code to full parameters are recognized by (:meth:`find_writes`).  Gathers keep their storages.
+        places: list[object] = [*zip(map(_STORAGE, fulls), map(_OFFSET, fulls), strict=True)]
+        self.registered = params, fulls, [*map(_VERSION, fulls)], places
         return swap
 
     def _own_forms_in_place(self) -> None:
@@ -241,8 +240,8 @@ class Tables:
         fulls = [param.full for param in written if param.full is not None and param.full is not param.sharded]
         if fulls:
             torch.autograd.graph.increment_version(fulls)
-            params, fulls, _, addresses = self.registered
-            self.registered = params, fulls, [*map(_VERSION, fulls)], addresses
+            params, fulls, _, places = self.registered
+            self.registered = params, fulls, [*map(_VERSION, fulls)], places
 
     @staticmethod
     def _check_not_replaced(params: Iterable[ShardedParam]) -> None:
@@ -262,14 +261,15 @@ class Tables:
         Raises: StateError if ``.data`` was assigned to, or user code wrote between passes; such a write is dropped.
         """
         found: Written = []
-        params, fulls, versions, addresses = self.registered
+        params, fulls, versions, places = self.registered
         # Between passes user code can freeze what is registered, or hook it; the shard is what it means.
         if self.is_kept and self.swap is not None:
             self.swap.follow_freezing()
-        if [*map(_VERSION, fulls)] == versions and [*map(_ADDRESS, fulls)] == addresses:
+        now: list[object] = [*zip(map(_STORAGE, fulls), map(_OFFSET, fulls), strict=True)]
+        if [*map(_VERSION, fulls)] == versions and now == places:
             return found
         for index, (param, full) in enumerate(zip(params, fulls, strict=True)):
-            if full.data_ptr() != addresses[index]:  # point it to the memory that gathers fill again
+            if now[index] != places[index]:  # point it to the memory that gathers fill again
                 full.data = self._memory.make_full(param).detach()
                 versions[index] = torch_private.version_of(full)
                 raise param.uncounted()
