@@ -56,15 +56,22 @@ def before_optimizer_step(optimizer: Optimizer, args: Any = (), kwargs: Any = No
     given = _given_to(optimizer)
     _check_forms(optimizer, given)
     serve_others(given)
-    engines = [engine for engine in live_engines if engine.heeds_steps]
+    engines = [*filter(_heeds_steps, live_engines)]
     ids = {*map(id, given)} if engines else set[int]()
     for engine in engines:
         stepped = [param for unit in engine.units for param in unit.params if id(param.sharded) in ids]
         _refuse_early(engine, stepped)
         if engine.awaits_backward:
             _look_for_gradients(engine, stepped)
-        if not engine.is_in_step:
-            engine.reshard_stepped(ids)
+        for unit in () if engine.is_in_step else dict.fromkeys(param.unit() for param in stepped):
+            if unit.has_copies:
+                unit.reshard()
+
+
+def _heeds_steps(engine: Engine) -> bool:
+    """Return True if a step may be too early, or makes registered full parameters stale."""
+    is_early = engine.forwards or engine.awaits_backward or engine.manual.awaits_completion
+    return bool(is_early) or any(u.has_copies or u.earlier.waiting or u.has_gradients for u in engine.units)
 
 
 def _given_to(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -128,9 +135,10 @@ def _refuse_early(engine: Engine, stepped: Sequence[ShardedParam]) -> None:
                 "ended that. Step after it; after an interrupt call reset_iter_state() on the root module first"
             )
         if engine.manual.awaits_completion:
+            verb = "call" if engine.manual.completion is None else "wait() for"
             raise StateError(
                 f"an optimizer steps on {param.fqn} ({where}) before the gradients of its last backward are complete, in "
-                f"manual backward finalization; {engine.manual.missing} on the root module first"
+                f"manual backward finalization; {verb} finalize_backward() on the root module first"
             )
         mark = param.unit().earlier.waiting.get(param)
         if mark is not None and param.sharded.grad is mark:

@@ -179,9 +179,10 @@ def _differing(unit: Unit) -> ShardedParam | None:
     """Return a parameter whose full form differs from its shard, though torch has counted no write to it; NaN equals NaN."""
     if not unit.memory.is_collective or not unit.settings.storage.on.has_values:
         return None
-    for param, full, version, address in zip(*unit.tables.registered, strict=True):
+    for param, full, version, place in zip(*unit.tables.registered, strict=True):
         # ``find_writes`` sees such a write itself.
-        is_seen = torch_private.version_of(full) != version or full.data_ptr() != address
+        now = torch_private.storage_id(full), full.storage_offset()
+        is_seen = torch_private.version_of(full) != version or now != place
         if is_seen or param.inner_spec is not None or not param.local.numel():
             continue
         rows, gathered = unit.own_rows(param, full)

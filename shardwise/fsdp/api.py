@@ -40,14 +40,7 @@ from shardwise.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, offloa
 from shardwise.fsdp.roots import bind_units, provisional_engine
 from shardwise.fsdp.unit import Unit
 from shardwise.observe import say
-from shardwise.plan.grouping import (
-    DEFAULT_MIN_UNIT_BYTES,
-    Child,
-    UnitRow,
-    UnitTable,
-    group_blocks,
-    repeated_blocks,
-)
+from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, Child, UnitRow, UnitTable, group_blocks, repeated_blocks
 
 # ---- Describe the units of a model.
 
@@ -364,15 +357,13 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 # ---- ``replicate``: data parallelism with full parameters on every rank (DDP), by the same engine.
 
 # One that a newer torch adds may change what is trained: it is refused until its effect here is known.
-OLDER_ARGUMENTS = frozenset(
-    {
-        *("process_group", "device_mesh", "device_ids", "device_id", "output_device", "dim"),
-        *("init_sync", "broadcast_buffers", "forward_sync_buffers", "mixed_precision"),
-        *("bucket_cap_mb", "bucket_cap_mb_list", "gradient_as_bucket_view", "batched_grad_copy", "static_graph"),
-        *("find_unused_parameters", "skip_all_reduce_unused_params", "check_reduction"),
-        *("delay_all_reduce_named_params", "param_to_hook_all_reduce"),
-    }
-)
+OLDER_ARGUMENTS = {
+    *("process_group", "device_mesh", "device_ids", "device_id", "output_device", "dim"),
+    *("init_sync", "broadcast_buffers", "forward_sync_buffers", "mixed_precision"),
+    *("bucket_cap_mb", "bucket_cap_mb_list", "gradient_as_bucket_view", "batched_grad_copy", "static_graph"),
+    *("find_unused_parameters", "skip_all_reduce_unused_params", "check_reduction"),
+    *("delay_all_reduce_named_params", "param_to_hook_all_reduce"),
+}
 
 
 class ReplicateModule(FSDPModule):

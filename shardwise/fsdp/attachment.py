@@ -9,7 +9,6 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.fsdp.engine import Engine
-from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import Unit
 from shardwise.plan.grouping import compress_paths
 
@@ -17,25 +16,14 @@ from shardwise.plan.grouping import compress_paths
 
 # It is global, since an inner module has no reference to the units of outer modules.  The order is that of creation, which is
 # the same on all ranks.
-_units: weakref.WeakKeyDictionary[Unit, None] = weakref.WeakKeyDictionary()
+all_units: weakref.WeakKeyDictionary[Unit, None] = weakref.WeakKeyDictionary()
 
 
 def remember(unit: Unit) -> None:
     """Add ``unit`` to the registry, so that later units know its parameters; give these their ordinals."""
-    _units[unit] = None
+    all_units[unit] = None
     for ordinal, param in enumerate(unit.params):
         param.ordinal, param.unit = ordinal, weakref.ref(unit)
-
-
-def all_units() -> list[Unit]:
-    """Return the units of all living models."""
-    return list(_units)
-
-
-def managed_by_registration() -> dict[tuple[int, str], ShardedParam]:
-    """Return all managed parameters by registration: the id of a module's dict of parameters, and a name."""
-    params = (param for unit in all_units() for param in unit.params)
-    return {(id(at.parameters), at.name): param for param in params for at in param.registrations}
 
 
 # ---- The attachment of a sharded module.
@@ -54,7 +42,7 @@ class Attachment:
         engine: the engine of a root, from its first forward on; before that, of a module that user code unshards or evaluates
             by itself.  Else None.
         is_root: None until the first forward of the root, which sets it for all units below.
-        forward_methods: names of methods that are treated like ``forward``.
+        forward_methods: names of methods that are treated like ``forward``, each once.
         ignored: the registrations of ignored parameters: a module's dict of parameters, and a name.
         is_materialized: tensors of its modules were moved from meta to a device, and no forward has run since.
         asked_sync: whether backwards reduce gradients from the next forward on (``no_sync`` of replicas); None: as they do.
@@ -64,7 +52,7 @@ class Attachment:
         self.unit = unit
         self.engine: Engine | None = None
         self.is_root: bool | None = None
-        self.forward_methods: list[str] = []
+        self.forward_methods: dict[str, None] = {}
         self.ignored: tuple[tuple[dict[str, nn.Parameter | None], str], ...] = ()
         self.is_materialized = False
         self.asked_sync: bool | None = None

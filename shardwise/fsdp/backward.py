@@ -40,9 +40,3 @@ class UnitBackward:
         self.is_running = self.keeps_for_graph = self.is_unseen = False
         self.arrived: set[int] = set()
         self.buckets: Buckets | None = None
-
-    def leave(self) -> None:
-        """Record that the unit's backward is over, and drop its progress."""
-        self.is_running = False
-        self.arrived.clear()
-        self.buckets = None

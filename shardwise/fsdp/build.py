@@ -31,9 +31,9 @@ from shardwise.fsdp.attachment import (
     ATTACHMENT,
     PENDING,
     Attachment,
+    all_units,
     attachment_of,
     is_managed_by_torch,
-    managed_by_registration,
     remember,
     roots_to_come,
 )
@@ -277,7 +277,8 @@ def _refuse_unfit(found: Iterable[_FoundParam]) -> None:
             )
     # By its place, since user code may have replaced the parameter of an outer unit meanwhile (``to_empty``).
     managed = [item for item in found if isinstance(item.param, DTensor) or manager_of(item.param) is not None]
-    places = managed_by_registration() if managed else {}
+    units = list(all_units) if managed else []
+    places = {(id(at.parameters), at.name) for unit in units for param in unit.params for at in param.registrations}
     for item in managed:
         at = item.registrations[0]
         if (id(at.parameters), at.name) in places:

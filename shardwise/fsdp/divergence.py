@@ -70,7 +70,8 @@ class Divergence:
         self.divides_by_all = True
         self._count = 0
         self._kind: PassKind = "forward"
-        # The schedule of the running pass, see SharedSchedule in fsdp/unit.py; units move the cursor without a call.
+        # The schedule of the running pass, and how many of its collectives this rank has launched.  Not the plan of a step
+        # (``plan/schedule.py``), which a rank follows alone: all ranks launch these, in this order.
         # A number is the gather of that unit, its complement (negative) is the reduction.
         self.gathers, self.cursor = [_END], 0
         self._late: dict[Unit, Gradients] = {}
@@ -93,7 +94,8 @@ class Divergence:
             if said[_COUNT] != -said[_LESS_COUNT] or said[_ABOUT] != -said[_LESS_ABOUT]:
                 raise TransportError(f"a rank has left a {self._kind} that others still run; see its error")
         except RuntimeError as error:
-            raise self._engine.exec_order.explain(error, f"the other ranks in a {self._kind}") from error
+            self._engine.exec_order.explain(error, f"the other ranks in a {self._kind}")
+            raise
         return said
 
     def begin(self, wanted: PassKind | None, changed: Ids = None) -> None:
@@ -178,12 +180,11 @@ class Divergence:
         self.is_open = True
 
     def reach_gather(self, unit: Unit) -> None:
-        """Launch for the others what comes before the gather of ``unit``, which the caller launches next."""
+        """Launch for the others what comes before the gather of ``unit``; the caller launches that, and moves the cursor."""
         if unit.number not in self.gathers[self.cursor :]:
             self._serve_until(len(self.gathers) - 1)
             self._round([unit.number])
         self._serve_until(self.gathers.index(unit.number, self.cursor))
-        self.cursor += 1
 
     def launch(self, unit: Unit, gradients: Gradients) -> None:
         """Launch the reduction of ``unit``, and before it for the others what comes first, with zeros added to ``gradients``.
@@ -227,11 +228,8 @@ class Divergence:
             unused = {param for param, place in self._places.items() if not used[place]}
             size = self.group.size()
             factor = 1.0 if self.divides_by_all else size / max(size - len(self._left), 1)
-            self._engine.reductions.note_end(unused, factor)
-
-    def abort(self) -> None:
-        """Leave a pass after a failure."""
-        self.is_open = False
+            for launch in self._engine.reductions.launched:
+                launch.unused, launch.factor = unused, factor
 
     def _round(self, gathers: Sequence[int]) -> list[int]:
         """Tell the other ranks what this one needs, and append to the schedule what any rank needs."""
@@ -262,16 +260,13 @@ class Divergence:
         streams = self._engine.comm_ctx.streams
         if streams.are_concurrent:
             streams.gather.wait_current()
-        given = unit.memory.give_shards()
+        handle = unit.memory.gather() if unit.memory.comm.shards is not None else None
         if listeners:
             unit.emit(Op.SERVE, unit.gather_staging[0])
-        if given is not None:
+        if handle is not None:
             # Wait for it here, so that what this rank receives is freed at once: ranks launch in one order, so whatever keeps
             # the others from this gather would keep them from the next one, too.
-            handle, buffers = given
             handle.cancel()
-            for buffer in buffers:
-                buffer.drop()
 
 
 class ServeHook(JoinHook):

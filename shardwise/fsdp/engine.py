@@ -15,16 +15,15 @@ from shardwise import torch_private
 from shardwise.collectives.routes import PassKind
 from shardwise.consistency.failure_report import in_short, publish_failure
 from shardwise.errors import ShardwiseError, StateError
-from shardwise.fsdp.backward import Place
+from shardwise.fsdp.backward import Place, UnitBackward
 from shardwise.fsdp.comm_context import CommContext
 from shardwise.fsdp.divergence import Divergence
 from shardwise.fsdp.execution_order import ExecOrderTracker
-from shardwise.fsdp.local_gradients import run_gradient_hooks
+from shardwise.fsdp.local_gradients import add_gradients, run_gradient_hooks
 from shardwise.fsdp.manual_finalization import ManualFinalization
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.reductions import Reductions
-from shardwise.fsdp.tables import Written
-from shardwise.fsdp.unit import COMING, HELD, SUB, StepChecks, Unit, is_in_backward
+from shardwise.fsdp.unit import COMING, HELD, SHARDS, SUB, StepChecks, Unit, UnitForward, is_in_backward
 from shardwise.fsdp.waiting_gradients import withdrawn
 from shardwise.observe import Op, listeners, logger, unit_in_words
 from shardwise.plan.schedule import StepEvent
@@ -93,24 +92,19 @@ class Engine:
 
     def __init__(self, comm_ctx: CommContext) -> None:
         self.units: list[Unit] = []
-        self.comm_ctx = comm_ctx
-        self.exec_order = ExecOrderTracker()
+        self.comm_ctx, self.exec_order = comm_ctx, ExecOrderTracker()
         self.forwards: list[tuple[Unit, BaseException | None]] = []
-        self._has_reported = False
         self.hooked: tuple[bool, BaseException | None] = False, None
         self.end: weakref.ref[BackwardEnd] | None = None
-        self.makes_graph = False
+        self.makes_graph = self.awaits_backward = self.logs = self._has_reported = False
         self.reductions = Reductions(self.exec_order, comm_ctx)
-        self.manual = ManualFinalization()
+        self.manual, self.checks = ManualFinalization(), StepChecks()
         self.is_last_backward = True
         self.post_optim_event: torch.Event | None = None
-        self.logs = False
-        self.checks = StepChecks()
         self.refuse: Callable[[], None] | None = None
         self._running: list[Unit] = []  # units through which backward runs, outermost first
         self._owners: set[Unit] = set()  # units with tied parameters that other units use
         self._plain: list[Unit] = []  # units whose parameters may stay registered while they are sharded
-        self.awaits_backward = False
         self.left_at: int | None = None
         self.divergence: Divergence | None = None
         live_engines.add(self)
@@ -127,12 +121,6 @@ class Engine:
             unit.engine_side.engine_ref = unit.engine_side.engine_for_gradient = weakref.ref(self)
             if len(self.units) == 1:
                 unit.listen()  # its gradients are reduced in buckets as they come
-
-    # ---- what units call (``EngineSide`` in fsdp/unit.py) ----
-
-    def explain(self, error: RuntimeError, where: str) -> RuntimeError:
-        """Return ``error`` with the position of every rank that can be reached."""
-        return self.exec_order.explain(error, where)
 
     # ---- forward ----
 
@@ -153,7 +141,7 @@ class Engine:
         prefetches = self.exec_order.record(unit, StepEvent.PRE_FORWARD) if starts else ()
         if starts:
             use.begun_by = id(module)
-            use.awaited = {id(module)} if unit.has_one_module else {id(each) for each in unit.modules}
+            use.awaited = {id(module)} if len(unit.module_refs) == 1 else {id(each) for each in unit.modules}
         for member in (unit, *unit.others):  # until its end no other forward reshards what this one uses
             member.forward.holders += 1
         for member in (unit, *unit.others):
@@ -181,9 +169,14 @@ class Engine:
             return True
         if not self.forwards or self.forwards[-1][0] is not unit:
             return True
-        raised = sys.exc_info()[1]
+        raised, family = sys.exc_info()[1], (unit, *unit.others)
+        for member in family:
+            member.forward.holders -= 1
         if raised is not self.forwards.pop()[1]:  # forward has raised
-            unit.abort_forward()
+            unit.forward.awaited = set()
+            for member in family:
+                if not member.forward.holders:
+                    member.reshard(in_pass=True)  # a caller may catch the exception, and its forward goes on
             if not self.forwards:
                 # Errors of shardwise have reported themselves.
                 if isinstance(raised, Exception) and not isinstance(raised, ShardwiseError):
@@ -192,12 +185,10 @@ class Engine:
                 self.reset()
             return False
         unit.forward.awaited.discard(id(module))
-        for member in (unit, *unit.others):
-            member.forward.holders -= 1
         if not unit.forward.awaited:
             if not unit.forward.holders:
                 self.exec_order.record(unit, StepEvent.POST_FORWARD)
-            for member in (unit, *unit.others):
+            for member in family:
                 if not member.forward.holders:
                     member.reshard_after_forward()
         if not self.forwards:
@@ -221,19 +212,6 @@ class Engine:
         """True until the backward has ended or raised."""
         return self.end is not None and self.end() is not None
 
-    @property
-    def heeds_steps(self) -> bool:
-        """True if an optimizer step may be too early, or makes registered full parameters stale."""
-        if self.forwards or self.awaits_backward or self.manual.awaits_completion:
-            return True
-        return any(unit.has_copies or unit.earlier.waiting or unit.has_gradients for unit in self.units)
-
-    def reshard_stepped(self, stepped: set[int]) -> None:
-        """Reshard units that have a parameter whose id is in ``stepped``; call it outside of forward and backward."""
-        for unit in self.units:
-            if unit.has_copies and any(id(param.sharded) in stepped for param in unit.params):
-                unit.reshard()
-
     def _begin_forward(self) -> None:
         self.manual.check_completed("a forward")
         logger.debug("FSDP::root_pre_forward")
@@ -247,11 +225,10 @@ class Engine:
             )
         if self.divergence is not None and self.exec_order.gathers:
             self.divergence.begin("forward")
+        self.exec_order.begin(is_aside)
         if not is_aside:
             track = self.exec_order.track
             track.num_forwards, track.running = track.num_forwards + 1, "forward"
-        self.exec_order.begin(is_aside)
-        if not is_aside:
             self._compare_left()
         try:
             self.enter_pass("forward")
@@ -260,11 +237,10 @@ class Engine:
             raise
         event, self.post_optim_event = self.post_optim_event, None
         # The optimizer has written shards on the current stream; gathers run on another, and must come after it.
-        streams = self.comm_ctx.streams
-        if streams.are_concurrent and event is None:
-            streams.gather.wait_current()
-        elif event is not None:
-            streams.gather.wait_event(event)
+        if event is None:
+            self.comm_ctx.streams.gather.wait_current()
+        else:
+            self.comm_ctx.streams.gather.wait_event(event)
 
     def enter_pass(self, kind: PassKind) -> None:
         """Begin a forward or backward: copy writes to full parameters into the shards, and repack what user code changed."""
@@ -275,7 +251,8 @@ class Engine:
         if self.refuse is not None:
             self.refuse()
         for unit in self.units:
-            unit.ensure_packed(kind == "backward")
+            if not unit.tables.check(kind == "backward"):
+                unit.ensure_packed(has_changed=True)
         self.comm_ctx.pass_tracker.begin(kind)
         if self.divergence is not None and (kind == "backward" or self.exec_order.gathers):
             self.divergence.enter(kind)
@@ -311,8 +288,7 @@ class Engine:
         exec_order = self.exec_order
         if is_graphless and exec_order.gathers and not exec_order.diverges and not exec_order.has_planned_forward():
             exec_order.replan()
-        exec_order.is_aside = False
-        exec_order.track.running = ""
+        exec_order.is_aside, exec_order.track.running = False, ""
 
     def leave_pass(self, no_backward_follows: bool = True) -> None:
         """End a forward or backward: wait until no rank reads the shards, then copy writes to full parameters into them.
@@ -323,36 +299,31 @@ class Engine:
             self.comm_ctx.pass_tracker.end()
         except RuntimeError as error:
             self.comm_ctx.pass_tracker.abort()
-            raise self.exec_order.explain(error, "the other ranks at the end of forward or backward") from error
+            self.exec_order.explain(error, "the other ranks at the end of forward or backward")
         if self.comm_ctx.pass_tracker.number is None:
             # In a pass other ranks may read the shards, so writes of modules to full parameters are copied only now.
             for unit in self.units:
                 if unit.reshards_late:
                     unit.reshards_late = False
-                    unit.take_writes(self._see_writes)
+                    unit.take_writes()
                     unit.reshard()
                 elif unit.held is HELD:
-                    unit.keep(self._see_writes)
+                    unit.keep()
                     if no_backward_follows and not (self._leaves_full(unit) or unit.backward.keeps_for_graph):
-                        unit.show_shards()
-
-    def _see_writes(self, unit: Unit, written: Written) -> None:
-        if self.divergence is not None:
-            raise StateError(
-                f"a forward has written to parameters of {unit_in_words(unit.name)}, where ranks may take different ways: "
-                "others would keep their old rows. Write between steps, on every rank, or remove set_allow_rank_divergence"
-            )
-        self.checks.see_writes(unit, written)
+                        unit.tables.register_sharded()  # user code then finds what optimizers have
+                        unit.registered = SHARDS
 
     # ---- backward ----
 
-    def before_backward(self, unit: Unit, num_packs: int, begun_at: Place) -> None:
+    def before_backward(self, unit: Unit, num_packs: int, begun_at: Place, place: Place) -> None:
         """Wait for the full parameters of ``unit``, which its backward reads, and launch prefetches.
 
         Args:
             num_packs: ``unit.memory.packs.count`` at the forward whose backward begins.
             begun_at: where in the graph that forward began.
+            place: of the node that has made the output.
         """
+        self.reach(place)
         backward = unit.backward
         if self.end is None or self.end() is None:
             self._begin_backward()
@@ -368,11 +339,10 @@ class Engine:
         # A node's number alone does not say where autograd is: a reentrant checkpoint runs a backward of its own inside of
         # this one, whose nodes are newer than all of this one's.
         task = torch_private.graph_task_id()
-        if not backward.is_running:
-            backward.began_at, backward.task = begun_at, task
-        elif backward.task == task and backward.began_at[0] == begun_at[0]:
+        if backward.is_running and backward.task == task and backward.began_at[0] == begun_at[0]:
             backward.began_at = min(backward.began_at, begun_at)  # of several uses at once the first one ends last
-        elif not unit.has_one_module:  # checkpoints recompute its modules one by one, each in a backward of its own
+        elif not backward.is_running or len(unit.module_refs) > 1:
+            # Checkpoints recompute several modules one by one, each in a backward of its own.
             backward.began_at, backward.task = begun_at, task
         if backward.is_running and (unit.held is HELD or not unit.policy.unshard_in_backward):
             return  # another output of the unit: its backward has begun, and there is nothing to gather
@@ -402,9 +372,10 @@ class Engine:
         if unit.backward.buckets is not None:
             self.reductions.launch_early(unit, unit.backward.buckets)
 
-    def reach(self, place: Place) -> None:
+    def reach(self, place: Place, _: object = None) -> None:
         """End the backwards of units whose forwards began after the node at ``place`` was made, which autograd runs now.
 
+        It is the hook of the gradients of units' inputs, too.
         A backward that runs inside of another one, perhaps through an older graph, ends no unit of that.  It is over, with all
         its units, when the other one goes on.
         """
@@ -429,7 +400,7 @@ class Engine:
             unit.reshard(in_pass=True)
         if not (unit.policy.sync and reduces):
             if gradients:
-                self.reductions.hold(unit, gradients)
+                self.reductions.fresh_held.append((unit, gradients))
                 self.exec_order.track.note(Op.HOLD, unit.name)  # records show it, in case other ranks reduce
                 if listeners:
                     unit.emit(Op.HOLD)
@@ -455,7 +426,7 @@ class Engine:
         self.manual.check_completed("a backward")
         if self.divergence is not None:
             self.divergence.begin("backward")
-        self.manual.begin_backward()
+        self.manual.was_open, self.manual.is_open = self.manual.is_open, self.manual.is_on
         new_end = BackwardEnd(self)
         # Weak, or autograd's dropping of the callback, the sign of a backward that raised, would never be seen.
         self.end, self.makes_graph = weakref.ref(new_end), False
@@ -516,17 +487,17 @@ class Engine:
 
     def is_due(self, unit: Unit) -> bool:
         """Return True if a backward has to reduce ``unit`` even if it produced none of its gradients."""
-        held, is_manual = unit.earlier.held, self.manual.is_on
-        if is_manual and held and unit.policy.sync:
-            return True
-        if not unit.policy.sync or not (held or unit.sums_are_due or unit.policy.reduces_unused):
+        held, policy, is_manual = unit.earlier.held, unit.policy, self.manual.is_on
+        has_sums = unit.earlier.partial and policy.syncs_replicas  # over shards, of earlier backwards
+        if not policy.sync or not (held or has_sums or policy.reduces_unused):
             return False
         launched = [*self.reductions.launched, *(self.reductions.deferred if is_manual else ())]
-        return all(launch.unit is not unit for launch in launched)
+        return (is_manual and bool(held)) or all(launch.unit is not unit for launch in launched)
 
     def defer(self) -> list[ShardedParam]:
         """End a backward whose gradients are set together with those of a later one; return no parameters."""
-        self.reductions.wait_for_inputs()
+        for reduction in self.reductions.in_flight:  # until then other ranks may read this rank's gradients
+            self.reductions.advance(reduction)
         self.leave_pass()
         self.reductions.defer()
         self.unstash_gradients()
@@ -566,7 +537,7 @@ class Engine:
     def abort_backward(self) -> None:
         """Clean up after a backward that raised: drop its gradients and reductions, and reshard what no forward uses."""
         self.end = None  # first, so that the destructor of the callback does not clean up a second time
-        self.manual.abort_backward()
+        self.manual.is_open = self.manual.was_open
         self._note_left()
         self.comm_ctx.pass_tracker.abort()
         self.reductions.cancel()
@@ -576,7 +547,8 @@ class Engine:
             for param in unit.params:
                 if param.full is not None:
                     param.full.grad = None
-            unit.backward.leave()
+            unit.backward.is_running, unit.backward.buckets = False, None
+            unit.backward.arrived.clear()
             if unit.held is COMING:  # its gather has ended with the pass
                 unit.discard()
         self.unstash_gradients()
@@ -608,7 +580,8 @@ class Engine:
         if not self.manual.is_open:
             return None
         self._after_rest(self.defer)
-        return self.manual.launch()
+        self.manual.completion = object()
+        return self.manual.completion
 
     def _after_rest(self, end: Callable[[], list[ShardedParam]]) -> list[ShardedParam]:
         """Launch the reductions of unsynced gradients, then call ``end``."""
@@ -620,7 +593,7 @@ class Engine:
                 if unit.policy.sync and (gradients or self.is_due(unit)):
                     (self.divergence or self.reductions).launch(unit, gradients)
                 elif gradients:
-                    self.reductions.hold(unit, gradients)
+                    self.reductions.fresh_held.append((unit, gradients))
                 if unit.policy.reshard_after_backward and unit.held is HELD:
                     unit.reshard(in_pass=True)
             return end()
@@ -630,7 +603,8 @@ class Engine:
 
     def complete(self, completion: object) -> None:
         """Wait for reductions and set gradients.  Raises: StateError if ``completion`` was invalidated."""
-        self.manual.check_completion(completion)
+        if completion is not self.manual.completion:
+            raise StateError("This gradient reduction handle was invalidated by reset_iter_state()")
         self.stash_gradients()
         try:
             params = self.commit()
@@ -653,10 +627,9 @@ class Engine:
             if unit in self._plain:
                 continue
             if unit.held is HELD and unit.has_gradients:
-                unit.earlier.hold(unit.end_backward())
-            if (
-                self._leaves_full(unit) and not unit.engine_side.diverges
-            ):  # then other ranks would not know of this gather
+                unit.earlier.held = add_gradients(unit.earlier.held, unit.end_backward())
+            # Where ranks may take different ways the others would not know of this gather.
+            if self._leaves_full(unit) and not unit.engine_side.diverges:
                 unit.wait_with_tied(None)
                 unit.keep()
 
@@ -692,7 +665,8 @@ class Engine:
         self.manual.forget()
         self.reset()
         for unit in self.units:
-            unit.earlier.forget()
+            unit.earlier.held, unit.earlier.partial = {}, {}
+            unit.earlier.withdraw()  # ``.grad`` of plain parameters stays
 
     def reset(self) -> None:
         """Reshard every unit; unsynced gradients of earlier backwards stay."""
@@ -701,9 +675,10 @@ class Engine:
         self.forwards.clear()
         self.comm_ctx.pass_tracker.abort()
         if self.divergence is not None:
-            self.divergence.abort()
+            self.divergence.is_open = False
         for unit in self.units:
-            unit.abandon()
+            unit.forward, unit.backward, unit.reshards_late = UnitForward(), UnitBackward(), False
+            unit.discard()
         self.exec_order.forget()
 
     def _note_left(self) -> None:
@@ -722,5 +697,4 @@ class Engine:
 
 def engine_of(unit: Unit) -> Engine | None:
     """Return the engine that runs the steps of ``unit``; None before there is one."""
-    engine = unit.engine_side.engine_ref()
-    return engine if isinstance(engine, Engine) else None
+    return unit.engine_side.engine_ref()

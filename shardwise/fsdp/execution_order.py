@@ -10,9 +10,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 from shardwise.consistency.agreement import MismatchCheck
-from shardwise.errors import DesyncError
+from shardwise.consistency.failure_report import concerns_others
 from shardwise.fsdp.gradients import planned_scatter_bytes
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import Unit
@@ -77,15 +78,15 @@ class ExecOrderTracker:
 
     # ---- events ----
 
-    def explain(self, error: RuntimeError, where: str) -> RuntimeError:
-        """Return ``error`` with the position of every rank that can be reached."""
-        if self.mismatch_check is None or isinstance(error, DesyncError):
-            return error
+    def explain(self, error: RuntimeError, where: str) -> NoReturn:
+        """Raise ``error`` with the position of every rank that can be reached; as it is, if it is of this rank alone."""
+        if self.mismatch_check is None or not concerns_others(error):
+            raise error
         events = self.track.recent(_MOST_SHOWN)
         recent = [f"{event} of {unit_in_words(unit)}" for event, unit in events] or ["no event yet"]
         before = f", after {', '.join(recent[:-1])}" if len(recent) > 1 else ""
         position = f"event {self.track.count}: {recent[-1]}{before} (waiting for {where})"
-        return self.mismatch_check.explain(error, position)
+        raise self.mismatch_check.explain(error, position) from error
 
     # ---- order ----
 

@@ -58,11 +58,8 @@ class FlatBucket:
     def __init__(
         self, params: list[ShardedParam], layout: Bucket, full_dtype: torch.dtype, storage: ParamStorage, travels: bool
     ) -> None:
-        self.params = params
-        self.layout = layout
-        self.dtype = params[0].dtype
-        self.full_dtype = full_dtype
-        self.travels = travels
+        self.params, self.layout, self.travels = params, layout, travels
+        self.dtype, self.full_dtype = params[0].dtype, full_dtype
         self.number: int | None = None
         self._storage = storage
         self._move_in(params[0].local.device)
@@ -221,8 +218,7 @@ class GradientSection:
         self, params: Sequence[ShardedParam], places: Sequence[tuple[int, tuple[int, ...]]], flat: torch.Tensor
     ) -> None:
         """Sub-allocate gradients of ``params`` from ``flat``; ``places``: offset, in elements, and shape of each."""
-        self.flat = flat
-        self._params = params
+        self.flat, self._params = flat, params
         self.windows = suballocate_all(flat, places)
         self.gradients = [as_gradient(param, window) for param, window in zip(params, self.windows, strict=True)]
         storages = [window.untyped_storage() for window in self.windows]
@@ -270,7 +266,7 @@ def full_window(flat: torch.Tensor, move: Move, base: int) -> torch.Tensor:
 def packed_window(flat: torch.Tensor, move: Move) -> torch.Tensor:
     """Return the side of ``move`` that is in a packed buffer.
 
-    It is not a view, since a view references ``flat``: :class:`BufferWindows` caches windows until ``flat`` dies, and with
+    It is not a view, since a view references ``flat``: :func:`keep_windows` caches windows until ``flat`` dies, and with
     views it never would.
     """
     with torch.inference_mode(False):
@@ -279,60 +275,39 @@ def packed_window(flat: torch.Tensor, move: Move) -> torch.Tensor:
         return window.set_(flat.untyped_storage(), start, move.shape, move.packed_stride)
 
 
-class BufferWindows:
-    """A cache of windows by buffer, until the buffer dies.  Keys are ids, since tensors compare element by element."""
-
-    def __init__(self) -> None:
-        self.kept: dict[int, tuple[weakref.ref[torch.Tensor], list[torch.Tensor]]] = {}
-
-    def of(self, buffer: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return the cached windows of ``buffer``, or None."""
-        found = self.kept.get(id(buffer))
-        return found[1] if found is not None and found[0]() is buffer else None
-
-    def put(self, buffer: torch.Tensor, windows: list[torch.Tensor]) -> None:
-        """Cache ``windows`` until ``buffer`` dies."""
-        key, kept = id(buffer), self.kept
-        kept[key] = (weakref.ref(buffer, lambda gone: _forget(kept, key, gone)), windows)
+# Windows by the id of their buffer, since tensors compare element by element.  They are looked up without a call.
+_KnownWindows = tuple[weakref.ref[torch.Tensor], list[torch.Tensor]]
+Windows = dict[int, _KnownWindows]
 
 
-def _forget(kept: dict[int, tuple[weakref.ref[torch.Tensor], list[torch.Tensor]]], key: int, gone: object) -> None:
-    if key in kept and kept[key][0] is gone:  # a new buffer may have the same id by now
-        del kept[key]
+def keep_windows(kept: Windows, buffer: torch.Tensor, windows: list[torch.Tensor]) -> _KnownWindows:
+    """Return the entry of ``windows``, which ``kept`` has from now on until ``buffer`` dies."""
+    key = id(buffer)
+    entry = kept[key] = weakref.ref(buffer, lambda _: kept.pop(key, None)), windows
+    return entry
 
 
 class GatherLayout:
     """Where shards lie in the buffer of an all-gather, and the copies out of it, computed once; see :class:`ReduceLayout`."""
 
     def __init__(self, buckets: Sequence[FlatBucket | SubBucket], num_shards: int, storage: ParamStorage) -> None:
-        self.buckets = buckets
-        self.num_shards = num_shards
-        self._storage = storage
+        self.buckets, self.num_shards, self._storage = buckets, num_shards, storage
         offset, self._starts = 0, list[int]()  # where each bucket starts, in bytes
         for bucket in buckets:
             self._starts.append(offset)
             offset = align(offset + bucket.layout.section_numel * bucket.full_dtype.itemsize, _BYTE_ALIGNMENT)
-        self._section_bytes = offset
-        self._section_numel = buckets[0].layout.section_numel if len(buckets) == 1 else offset
-        self.columns = [shard.section_numel for shard in buckets[0].layout.shards] if len(buckets) == 1 else []
+        self._section_bytes, only = offset, buckets[0] if len(buckets) == 1 else None
+        # Sections of several dtypes travel as bytes.
+        self._section_numel, itemsize = (only.layout.section_numel, only.full_dtype.itemsize) if only else (offset, 1)
+        self.packed_bytes = num_shards * self._section_numel * itemsize  # of all ranks
+        self.columns = [shard.section_numel for shard in only.layout.shards] if only else []
         # One split kernel copies all shards on an accelerator.  On CPU it makes as many copies as cached windows do, at twice
         # the cost.
-        is_split = len(buckets) == 1 and storage.device.type != "cpu"
-        self.num_even = buckets[0].layout.num_even if is_split else 0
+        self.num_even = only.layout.num_even if only and storage.device.type != "cpu" else 0
 
     @functools.cached_property  # not when parameters are sharded: many modules are never run
     def moves(self) -> list[list[tuple[int, Move]]]:
         return [self._bucket_moves(*each) for each in zip(self.buckets, self._starts, strict=True)]
-
-    @property
-    def packed_dtype(self) -> torch.dtype:
-        """The dtype of the packed buffer: that of the parameters if it is the same for all, else bytes."""
-        return self.buckets[0].full_dtype if len(self.buckets) == 1 else torch.uint8
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes of the packed buffer of all ranks."""
-        return self.num_shards * self._section_numel * self.packed_dtype.itemsize
 
     def are_full(self, fulls: Sequence[FullBuffer]) -> bool:
         """Return True if the packed buffer is the full buffer: nothing needs to be copied out of it."""
@@ -376,11 +351,8 @@ class ShardEnds:
         assert isinstance(bucket, FlatBucket)
         self._shards, self._bucket, self._full, self._pool = shards, bucket, full, pool
         self._parts: dict[int, list[torch.Tensor]] = {}
-        self.layout, self.dtype, self.full_dtype = bucket.layout, bucket.dtype, bucket.full_dtype
-
-    @property
-    def params(self) -> Sequence[ShardedParam]:
-        return self._bucket.params
+        self.params, self.layout = bucket.params, bucket.layout
+        self.dtype, self.full_dtype = bucket.dtype, bucket.full_dtype
 
     @property
     def number(self) -> int | None:
@@ -414,7 +386,7 @@ class Delivery:
         self.shard = functools.partial(shards.section_of, shards.buckets[0]) if is_one else shards.section
         self.take_over = fulls[0].take_over if shards.are_full(fulls) else None
         self._full_windows: list[torch.Tensor] | None = None
-        self._packed_windows = BufferWindows()
+        self._packed_windows: Windows = {}
 
     def buckets(self) -> Sequence[BucketEnds]:
         return self._ends
@@ -431,13 +403,10 @@ class Delivery:
             rows = packed.view(shards.num_shards, -1)[: shards.num_even]
             torch.split_with_sizes_copy(rows, shards.columns, dim=1, out=self._full_windows)
             return
-        known = self._packed_windows.kept.get(id(packed))
-        if known is not None and known[0]() is packed:
-            sources = known[1]
-        else:
-            sources = shards.packed_windows(packed)
-            self._packed_windows.put(packed, sources)
-        torch_private.copy_all(self._full_windows, sources)
+        known = self._packed_windows.get(id(packed))
+        if known is None or known[0]() is not packed:
+            known = keep_windows(self._packed_windows, packed, shards.packed_windows(packed))
+        torch_private.copy_all(self._full_windows, known[1])
 
 
 # ---- The layout of gradients during and after their reduction.
@@ -462,11 +431,10 @@ class ReduceLayout:
         self.names = ", ".join(names[:3]) + more
         self._moves = [self.bucket.moves(index, into_full=False) for index in range(len(params))]
         self._parts: dict[int, tuple[Move, ...]] = {}
-        self._packed_windows = BufferWindows()
+        self._packed_windows: Windows = {}
         shapes = [shard.shard_shape(rank) for shard in self.bucket.shards]
         self._places = [*zip(self.bucket.offsets, shapes, strict=True)]
-        self.num_spare = num_spare
-        self._kept_bytes = kept_bytes
+        self.num_spare, self._kept_bytes = num_spare, kept_bytes
         self._kept: list[GradientSection] = []
 
     def empty(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -504,22 +472,16 @@ class ReduceLayout:
             return
         if self.bucket.has_padding:
             packed.zero_()
-        targets = self._packed_windows.of(packed)
-        if targets is None:
-            targets = [packed_window(packed, move) for moves in self._moves for move in moves]
-            self._packed_windows.put(packed, targets)
+        known = self._packed_windows.get(id(packed))
+        if known is None or known[0]() is not packed:
+            windows = [packed_window(packed, move) for moves in self._moves for move in moves]
+            known = keep_windows(self._packed_windows, packed, windows)
         sources: list[torch.Tensor] = []
         for gradient, moves in zip(gradients, self._moves, strict=True):
             dense = gradient.contiguous()
             start = dense.storage_offset()
             sources += [dense.as_strided(move.shape, move.full_stride, start + move.full_offset) for move in moves]
-        torch_private.copy_all(targets, sources)
-
-    def pack_whole(self, gradients: list[torch.Tensor], section: GradientSection) -> None:
-        """Copy ``gradients`` to ``section``, of which this rank has all shards; padding becomes zero."""
-        if self.bucket.has_padding:
-            section.flat.zero_()
-        torch_private.copy_all(section.windows, gradients)
+        torch_private.copy_all(known[1], sources)
 
     def full_parts(self, gradients: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
         """Return the windows of the row-major ``gradients`` that are the shards of ``rank``."""

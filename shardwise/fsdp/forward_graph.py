@@ -44,8 +44,11 @@ class ForwardGraph:
 
     def ends(
         self, module: nn.Module, begun: Begun, returned: Any, put_in: list[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], bool]:
+    ) -> tuple[list[tuple[torch.Tensor, int]], bool]:
         """Return the ends of the graph that a forward of ``module`` has made, and whether none of what it returns or keeps is.
+
+        Each end has the number of its node.  To ask for it also regenerates the grad_fn of a view that is out of date: to
+        register a hook would crash.
 
         Args:
             begun: what :meth:`begin` has noted.  returned: what the forward has returned.
@@ -62,15 +65,14 @@ class ForwardGraph:
         if self._keepers:
             found += self._kept(found, num_nodes)
         # What was there before this forward, leaves included, is not of its graph.
-        numbers = [*map(torch_private.node_number, found)]
-        if numbers and min(numbers) < num_nodes:
-            found = [each for each, number in zip(found, numbers, strict=True) if number >= num_nodes]
-        is_unseen = not found and num_made > 0
+        numbered = [(each, number) for each in found if (number := torch_private.node_number(each)) >= num_nodes]
+        is_unseen = not numbered and num_made > 0
         if put_in:
-            ids = {*map(id, found)}
+            ids = {id(each) for each, _ in numbered}
             added = [each for each in put_in if each.requires_grad and id(each) not in ids]
-            found += [each for each in added if held.get(id(each)) != (each, each.grad_fn)]
-        return found, is_unseen
+            added = [each for each in added if held.get(id(each)) != (each, each.grad_fn)]
+            numbered += zip(added, map(torch_private.node_number, added), strict=True)
+        return numbered, is_unseen
 
     def _search(self, module: nn.Module, num_nodes: int, num_made: int) -> None:
         """Note which attributes of the modules of ``module`` keep tensors of its forward, such as auxiliary losses."""

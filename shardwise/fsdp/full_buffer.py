@@ -11,7 +11,6 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.collectives.streams import BufferPool, PooledBuffer
 from shardwise.fsdp.param import ShardedParam
-from shardwise.layout import row_major
 
 _RESHARDED = "This tensor shared memory with a full parameter, which was resharded since: keep clone() of it."
 
@@ -35,19 +34,19 @@ class FullBuffer:
 
     Attributes:
         aliases_shards: the full parameters are the shards themselves.
-        address: of the memory.
+        storage: that of the full parameters.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, aliases_shards: bool = False) -> None:
         """Make a buffer without memory; ``aliases_shards``: it needs none, since the full parameters are the shards."""
         self._pooled: PooledBuffer | None = None
         self.aliases_shards = aliases_shards
-        self._storage = ReportedStorage(0, device=device)
+        self.storage = ReportedStorage(0, device=device)
         # Without this, a kernel that reads the storage while it has no memory crashes the process.
         if not aliases_shards:
-            torch_private.refuse_reads(self._storage, _RESHARDED)
+            torch_private.refuse_reads(self.storage, _RESHARDED)
         self.num_bytes = 0 if aliases_shards else numel * dtype.itemsize
-        self._dtype, self.address = dtype, 0
+        self._dtype = dtype
         self._flat: torch.Tensor | None = None
 
     def hold(self, pool: BufferPool, gathered: PooledBuffer | None = None) -> torch.Tensor:
@@ -55,13 +54,12 @@ class FullBuffer:
         # The bytes change places under the storage object, which views, graphs and parameters keep.
         if self._pooled is None:
             self._pooled = pool.acquire(self.num_bytes) if gathered is None else gathered
-            torch_private.swap_storage(self._storage, self._pooled.storage)
-            self.address = torch.UntypedStorage.data_ptr(self._storage)  # without a call of Python
+            torch_private.swap_storage(self.storage, self._pooled.storage)
             # Outside of inference mode: the first gather may be that of an evaluation, and training needs this tensor later.
             if self._flat is None:
                 with torch.inference_mode(False):
-                    empty = torch.empty(0, dtype=self._dtype, device=self._storage.device)
-                    self._flat = empty.set_(self._storage, 0, (self.num_bytes // self._dtype.itemsize,), (1,))
+                    empty = torch.empty(0, dtype=self._dtype, device=self.storage.device)
+                    self._flat = empty.set_(self.storage, 0, (self.num_bytes // self._dtype.itemsize,), (1,))
         assert self._flat is not None
         return self._flat
 
@@ -78,28 +76,22 @@ class FullBuffer:
         if pooled is None:
             return
         # The storage of the full parameters is empty again, and refuses reads; the memory is back under the pool's own storage.
-        torch_private.swap_storage(self._storage, pooled.storage)
+        torch_private.swap_storage(self.storage, pooled.storage)
         pooled.release()
-
-    @property
-    def num_holders(self) -> int:
-        """The number of tensors that use this memory; 0 if the full parameters are the shards, which are never freed."""
-        return 0 if self.aliases_shards else torch_private.storage_use_count(self._storage)
 
 
 def make_full_parameter(
-    memory: torch.Tensor, offset: int, param: ShardedParam, stride: tuple[int, ...] | None = None
+    memory: torch.Tensor, offset: int, param: ShardedParam, stride: tuple[int, ...]
 ) -> nn.Parameter:
     """Return the full parameter of ``param``: a window of ``memory`` with a version counter of its own.
 
-    ``offset``: its first element.  ``stride``: its strides; None: row-major.
+    ``offset``: its first element.  ``stride``: its strides.
     """
     shape = param.shard.shape
     with torch.inference_mode(False), torch.no_grad():
         # set_ instead of a view: a gather into ``memory`` must not bump the version counter of saved tensors.
         local = torch.empty(0, dtype=memory.dtype, device=memory.device)
-        strides = row_major(shape) if stride is None else stride
-        local.set_(memory.untyped_storage(), memory.storage_offset() + offset, shape, strides)
+        local.set_(memory.untyped_storage(), memory.storage_offset() + offset, shape, stride)
         if param.inner_spec is not None:
             local = torch_private.dtensor_from_local(local, param.inner_spec)
         full = nn.Parameter(local, requires_grad=param.sharded.requires_grad)

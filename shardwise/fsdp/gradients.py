@@ -94,15 +94,12 @@ class Reduction:
     """
 
     def __init__(
-        self,
-        launch: Launch,
-        dtype: torch.dtype,
-        scale: Scale,
-        params: list[ShardedParam],
-        gradients: list[torch.Tensor],
+        self, launch: Launch, dtype: torch.dtype, params: list[ShardedParam], gradients: list[torch.Tensor]
     ) -> None:
         unit = self.unit = launch.unit  # not the launch: that owns the reduction, and a cycle would keep memory
-        self.dtype, self._scale, self.gradients, self._storage = dtype, scale, gradients, unit.settings.storage
+        self.dtype, self.gradients, self._storage = dtype, gradients, unit.settings.storage
+        axes, policy = unit.settings.axes, unit.policy
+        self._scale = scale_of(axes.num_shards * axes.num_replicas, dtype, policy.divide_factor, policy.sum_only)
         # In the usual case ``params`` is this very list, which saves hashing every parameter.
         # The layout depends on which parameters have gradients, mostly on all of them.
         known = unit.reduction
@@ -115,11 +112,7 @@ class Reduction:
         self._comm = comm = unit.memory.bound_comm or unit.memory.comm
         self.is_partial = comm.replicas is not None and not launch.syncs_replicas
         self.has_next = comm.replicas is not None or bool(self._partial) or self._hook is not None
-        dtypes = known.gradient_dtypes if params is known.by_size else None
-        if dtypes is None:
-            dtypes = {param.dtype for param in params}
-            if params is known.by_size:
-                known.gradient_dtypes = dtypes
+        dtypes = known.gradient_dtypes if params is known.by_size else {param.dtype for param in params}
         # The section that is received then holds the gradients that users see, without another copy.
         self._is_final = not self.is_partial and not self._storage.is_offloaded and dtypes == {dtype}
         # Handles of the two stages while they are in flight: the reduce-scatter, and the all-reduce over replicas.
@@ -130,6 +123,7 @@ class Reduction:
         self.number, self.checksum = 0, None
         self._result: GradientSection | None = None
         self._stored: list[torch.Tensor] | None = None
+        launch.reductions.append(self)  # at once: should the next one raise, this one is cancelled
 
     # ---- the ends of the collectives ----
 
@@ -138,7 +132,9 @@ class Reduction:
         # A rank alone on its shard axis packs into the very memory that becomes ``.grad``: one copy, not two.
         if self.has_elements and self._result is not None and packed is self.section:
             # This rank has all shards: write the final gradients.
-            self._reduce_layout.pack_whole(self.gradients, self._result)
+            if self.layout.has_padding:
+                packed.zero_()
+            torch_private.copy_all(self._result.windows, self.gradients)
         elif self.has_elements:
             self._reduce_layout.pack(self.gradients, packed)
         self.gradients.clear()
@@ -297,17 +293,16 @@ class Reduction:
         olds: list[torch.Tensor] = []
         news: list[torch.Tensor] = []
         params: Sequence[ShardedParam] = self.params
-        if self._is_final and self._result is not None:
-            gradients = self._result.gradients
-        else:
-            gradients = self._as_gradients() if self._stored is None else self._stored
+        gradients = self._as_gradients() if self._stored is None else self._stored
         # Where ranks take different ways a parameter may have a gradient on none of them: ``.grad`` then stays what it was,
         # None included, and an optimizer skips it as on one process.
         if launch.unused:
             kept = [number for number, param in enumerate(params) if param not in launch.unused]
             params, gradients = [params[number] for number in kept], [gradients[number] for number in kept]
         if self._stored is None and self._comm.reduce is None:  # full ones; an all-reduce has padded none of them
-            gradients = [_aligned(each, self._storage.on.alignment) for each in gradients]
+            for number, each in enumerate(gradients := [*gradients]):
+                if torch_private.local_of(each).data_ptr() % self._storage.on.alignment:
+                    gradients[number] = each.clone()
         for gradient in gradients if launch.factor != 1.0 else ():
             torch_private.local_of(gradient).mul_(launch.factor)
         failed = change_by_hooks(params, gradients) if is_hooked else None
@@ -316,7 +311,7 @@ class Reduction:
             existing = sharded.grad
             # As in autograd: the first gradient is taken as it is, later ones are added in place.
             if existing is None:
-                if param.full is sharded and param.is_strided:
+                if param.full is sharded and not sharded.is_contiguous():  # it gets the strides of its parameter
                     gradient = torch.empty_like(sharded, dtype=gradient.dtype).copy_(gradient)
                 sharded.grad = gradient
             else:
@@ -384,22 +379,23 @@ class Reduction:
         return self.section_numel * self.unit.settings.axes.num_shards * itemsize
 
 
-def _aligned(gradient: torch.Tensor, alignment: int) -> torch.Tensor:
-    return gradient.clone() if torch_private.local_of(gradient).data_ptr() % alignment else gradient
+def launch_reductions(launch: Launch, gradients: Gradients, apart: bool) -> list[Reduction]:
+    """Launch the reductions of ``gradients`` of a unit, and remove them: one per dtype, the same on every rank.
 
-
-def launch_reductions(launch: Launch, gradients: Gradients) -> list[Reduction]:
-    """Launch the reductions of ``gradients`` of a unit, and remove them: one per dtype, the same on every rank."""
-    unit, launched = launch.unit, list[Reduction]()
+    ``apart``: large ones come first, each in its own memory; those that include gradients of earlier backwards are copied.
+    """
+    unit, num_before = launch.unit, len(launch.reductions)
+    for param in unit.reduction.by_size if apart else ():
+        if (gradient := gradients.get(param)) is not None and _is_large(unit, param, gradient.dtype):
+            each = Reduction(launch, gradient.dtype, [param], [gradients.pop(param)])
+            each.reduce_here(param not in launch.held and is_own(gradient))
     for dtype, params in by_reduce_dtype(unit, gradients, [*map(_DTYPE, gradients.values())]):
-        each = Reduction(launch, dtype, _scale_of(unit, dtype), params, [*map(gradients.pop, params)])
-        launch.reductions.append(each)  # at once: should the next one raise, this one is cancelled
-        launched.append(each)
+        each = Reduction(launch, dtype, params, [*map(gradients.pop, params)])
         if each.has_elements and unit.memory.is_collective:
             each.scatter()
         else:
             each.reduce_here()
-    return launched
+    return launch.reductions[num_before:]
 
 
 def planned_scatter_bytes(unit: Unit) -> int:
@@ -409,7 +405,7 @@ def planned_scatter_bytes(unit: Unit) -> int:
     trainable = [param for param in unit.params if param.sharded.requires_grad]
     launch, dtypes = Launch(unit, True, {}, {}), [*map(unit.memory.reduce_dtype, trainable)]
     found = by_reduce_dtype(unit, trainable, dtypes)
-    return sum(Reduction(launch, dtype, _scale_of(unit, dtype), params, []).staging_bytes for dtype, params in found)
+    return sum(Reduction(launch, dtype, params, []).staging_bytes for dtype, params in found)
 
 
 def by_reduce_dtype(
@@ -427,11 +423,6 @@ def by_reduce_dtype(
     return list(by_dtype.items())
 
 
-def _scale_of(unit: Unit, dtype: torch.dtype) -> Scale:
-    axes, policy = unit.settings.axes, unit.policy
-    return scale_of(axes.num_shards * axes.num_replicas, dtype, policy.divide_factor, policy.sum_only)
-
-
 @functools.lru_cache(maxsize=64)  # the same object in every step, since communicators cache by it
 def scale_of(num_ranks: int, dtype: torch.dtype, divide_factor: float | None, sum_only: bool) -> Scale:
     """Return the scale of the reduce-scatter of a mesh of ``num_ranks``, by the policy of the unit."""
@@ -439,10 +430,7 @@ def scale_of(num_ranks: int, dtype: torch.dtype, divide_factor: float | None, su
     risky = dtype not in (torch.float32, torch.float64, torch.bfloat16)
     if divide_factor is None and (risky or sum_only):
         divide_factor = float(num_ranks)
-    return _scale(divide_factor, sum_only, risky)
-
-
-_scale = functools.lru_cache(maxsize=64)(Scale)  # equal scales are one object
+    return Scale(divide_factor, sum_only, risky)
 
 
 # ---- Buckets of a unit that is alone, where nothing is sharded: they are reduced while its backward still runs.
@@ -473,16 +461,3 @@ def _is_large(unit: Unit, param: ShardedParam, dtype: torch.dtype) -> bool:
     """Return True if the gradient of ``param`` is reduced in its own memory: within a host a copy costs as much as sending."""
     on_host = not unit.settings.storage.on.has_streams
     return is_summed(unit) and on_host and param.shard.numel * dtype.itemsize >= LARGE_BYTES
-
-
-def launch_large(launch: Launch, gradients: Gradients) -> list[Reduction]:
-    """Launch the reductions of the large ones of ``gradients`` and remove them; those of earlier backwards are copied."""
-    unit, launched = launch.unit, list[Reduction]()
-    for param in unit.reduction.by_size:
-        if (gradient := gradients.get(param)) is not None and _is_large(unit, param, gradient.dtype):
-            del gradients[param]
-            each = Reduction(launch, gradient.dtype, _scale_of(unit, gradient.dtype), [param], [gradient])
-            launch.reductions.append(each)
-            launched.append(each)
-            each.reduce_here(param not in launch.held and is_own(gradient))
-    return launched

@@ -47,6 +47,9 @@ def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+dynamo_disabled(Engine.reach)  # the hook of the gradients of inputs
+
+
 def _range(what: str, unit: str, logs: bool) -> contextlib.AbstractContextManager[object]:
     """Log that ``what`` begins for ``unit``; return a context that a profiler shows as one range.
 
@@ -71,8 +74,7 @@ class Hooks:
     """The hooks on the modules of one attachment, and what they note of the forwards that run now."""
 
     def __init__(self, attachment: Attachment) -> None:
-        self._attachment = attachment
-        self._unit = attachment.unit
+        self._attachment, self._unit = attachment, attachment.unit
         self._running: list[_Running] = []
         self._graph = ForwardGraph()
 
@@ -147,14 +149,13 @@ class Hooks:
             conversion = self._running.pop()[0]  # an interrupt has ended this forward without the forward hooks
             if conversion is not None:
                 conversion.take_back()
-        precision, device, conversion = unit.settings.precision, None, None
+        precision, device = unit.settings.precision, None
         # Only the inputs of the outermost forward come from user code, perhaps on another device.
         if not engine.forwards:
             engine.logs = logger.isEnabledFor(logging.DEBUG)
             device = None if engine.comm_ctx.device.type == "cpu" else engine.comm_ctx.device
         dtype = precision.param_dtype if precision.cast_forward_inputs else None
-        if not (dtype is device is None):
-            conversion = Conversion(dtype, device)
+        conversion = None if dtype is device is None else Conversion(dtype, device)
         self._running.append((conversion, ([], {}, sys.maxsize)))  # ``after_forward`` runs also if this raises
         if conversion is not None:
             args, kwargs = conversion.arguments(args, kwargs)
@@ -170,28 +171,24 @@ class Hooks:
         use = unit.forward
         if use.begun_by == id(module) and (use.holders == 1 or is_in_backward()):
             if innermost_transform() is None:
-                args = self._watch_inputs(args, kwargs, engine.comm_ctx.device.type)
+                args = self._watch_inputs(engine, args, kwargs)
             use.begun_at = get_ident(), torch_private.num_nodes_made()
         self._running[-1] = conversion, self._graph.begin((*args, *kwargs.values()))
         return args, kwargs
 
-    def _watch_inputs(self, args: Args, kwargs: Kwargs, on: str) -> Args:
-        """Hook the gradients of the inputs on device type ``on``: the first one says that autograd has left this forward."""
-        thread = get_ident()
+    @staticmethod
+    def _watch_inputs(engine: Engine, args: Args, kwargs: Kwargs) -> Args:
+        """Hook the gradients of the inputs on the engine's device: the first one says that autograd has left this forward."""
+        on, thread, reach = engine.comm_ctx.device.type, get_ident(), engine.reach
         for index, each in enumerate(args):
             # A leaf's gradient is accumulated as soon as it is there, whatever else is left of the graph; a view's is not.
             # Leaves elsewhere (keywords, containers) get none: a unit that has only those ends with the whole backward.
-            if (
-                type(each) is torch.Tensor
-                and each.requires_grad
-                and each.grad_fn is None
-                and each.layout is torch.strided
-            ):
+            if type(each) is torch.Tensor and each.requires_grad and each.is_leaf and each.layout is torch.strided:
                 args = (*args[:index], each.view_as(each), *args[index + 1 :])
         for each in (*args, *kwargs.values()):
             for tensor in (each,) if isinstance(each, torch.Tensor) else tensors_in(each):
                 if tensor.grad_fn is not None and tensor.device.type == on:
-                    tensor.register_hook(functools.partial(self.reach, (thread, torch_private.node_number(tensor))))
+                    tensor.register_hook(functools.partial(reach, (thread, torch_private.node_number(tensor))))
         return args
 
     @dynamo_disabled
@@ -201,12 +198,11 @@ class Hooks:
         engine = unit.engine_side.engine_ref()
         conversion, begun = self._running.pop() if self._running else _NOTHING
         put_in = tensors_in(begun[0]) if begun[0] else []
-        ends: list[torch.Tensor] = []
-        builds_graph = torch.is_grad_enabled()
+        ends: list[tuple[torch.Tensor, int]] = []
         try:
             if conversion is not None:
                 conversion.take_back()
-            if builds_graph:
+            if torch.is_grad_enabled():
                 ends, is_unseen = self._graph.ends(module, begun, output, put_in)
                 for member in (unit, *unit.beside):
                     member.backward.is_unseen = is_unseen
@@ -223,20 +219,16 @@ class Hooks:
             raise
         if not has_output:
             return output
-        if builds_graph:
-            on, thread = engine.comm_ctx.device.type, get_ident()
-            for tensor in ends:
-                # This also regenerates the grad_fn of a view that is out of date: register_hook would crash.
-                number = torch_private.node_number(tensor) if tensor.device.type == on else sys.maxsize
-                pre_backward = functools.partial(
-                    self.before_backward, unit.memory.packs.count, unit.forward.begun_at, (thread, number)
-                )
-                tensor.register_hook(pre_backward)
-                # An in-place op on a view replaces the view's grad_fn and would lose the hook above; the grad_fn of its base
-                # stays.
-                base = torch_private.base_of_view(tensor)
-                if base is not None and base.grad_fn is not None:
-                    base.grad_fn.register_prehook(pre_backward)
+        on, thread = engine.comm_ctx.device.type, get_ident()
+        num_packs, begun_at = unit.memory.packs.count, unit.forward.begun_at
+        for tensor, number in ends:
+            place = thread, number if tensor.device.type == on else sys.maxsize
+            pre_backward = functools.partial(self.before_backward, num_packs, begun_at, place)
+            tensor.register_hook(pre_backward)
+            # An in-place op on a view replaces the view's grad_fn and would lose the hook above; the grad_fn of its base stays.
+            base = torch_private.base_of_view(tensor)
+            if base is not None and base.grad_fn is not None:
+                base.grad_fn.register_prehook(pre_backward)
         dtype = unit.settings.precision.output_dtype
         return output if dtype is None else Conversion(dtype, copies=True)(output)
 
@@ -252,18 +244,9 @@ class Hooks:
         if engine is not None:
             if engine.logs or innermost_transform() is not None or is_profiling():
                 with _range("pre_backward", self._unit.name, engine.logs):
-                    engine.reach(place)
-                    engine.before_backward(self._unit, num_packs, begun_at)
+                    engine.before_backward(self._unit, num_packs, begun_at, place)
             else:
-                engine.reach(place)
-                engine.before_backward(self._unit, num_packs, begun_at)
-
-    @dynamo_disabled
-    def reach(self, place: Place, _: object) -> None:
-        """Post-backward hook, at the gradient of each input; ``place``: of the node that has made the input."""
-        engine = self._unit.engine_side.engine_ref()
-        if engine is not None:
-            engine.reach(place)
+                engine.before_backward(self._unit, num_packs, begun_at, place)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Hooks:
         result = memo[id(self)] = Hooks(copy.deepcopy(self._attachment, memo))
@@ -311,5 +294,4 @@ def wrap_forward_method(module: nn.Module, attachment: Attachment, name: str) ->
         return hooks.after_forward(owner, args, output)
 
     setattr(module, name, forward_method)
-    if name not in attachment.forward_methods:
-        attachment.forward_methods.append(name)
+    attachment.forward_methods[name] = None

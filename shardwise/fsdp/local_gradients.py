@@ -50,10 +50,7 @@ def local_form(gradient: torch.Tensor, param: ShardedParam, dims: DataParallelMe
 
 def add_gradients(old: Mapping[ShardedParam, torch.Tensor], new: Mapping[ShardedParam, torch.Tensor]) -> Gradients:
     """Return the sum per parameter, without changing either side; the tensor of one side alone is not copied."""
-    total: Gradients = dict(old)
-    for param, gradient in new.items():
-        total[param] = total[param] + gradient if param in total else gradient
-    return total
+    return {**old, **{param: old[param] + value if param in old else value for param, value in new.items()}}
 
 
 def change_by_hooks(params: Sequence[ShardedParam], gradients: Sequence[torch.Tensor]) -> BaseException | None:
@@ -77,8 +74,7 @@ def change_by_hooks(params: Sequence[ShardedParam], gradients: Sequence[torch.Te
 
 
 def _take_changed(param: ShardedParam, gradient: torch.Tensor, changed: torch.Tensor) -> None:
-    is_alike = isinstance(changed, DTensor) is isinstance(gradient, DTensor) and changed.shape == gradient.shape
-    if not is_alike:
+    if isinstance(changed, DTensor) is not isinstance(gradient, DTensor) or changed.shape != gradient.shape:
         raise StateError(
             f"a hook on the gradient of {param.fqn} was given a {type(gradient).__name__} of shape {tuple(gradient.shape)} and "
             f"returned a {type(changed).__name__} of shape {tuple(changed.shape)}: return a DTensor of the same shape, or None"
@@ -119,20 +115,10 @@ class EarlierGradients:
     """
 
     def __init__(self) -> None:
-        self.held: Gradients = {}
-        self.partial: Gradients = {}
+        self.held, self.partial, self.stashed = Gradients(), Gradients(), Gradients()
         self.waiting: dict[ShardedParam, WaitingGradient] = {}
-        self.stashed: Gradients = {}
         self.unsynced: set[ShardedParam] = set()
         self.deferred_hooks: dict[ShardedParam, tuple[torch.Tensor, dict[int, Callable[[torch.Tensor], None]]]] = {}
-
-    def hold(self, gradients: Gradients) -> None:
-        """Accumulate unsynced ``gradients``, which a later backward reduces."""
-        self.held = add_gradients(self.held, gradients)
-
-    def keep_partial(self, sums: Gradients) -> None:
-        """Store ``sums`` over the shard axis for a later backward; they include the sums stored before."""
-        self.partial = add_gradients(self.partial, sums)  # a backward may have reduced a unit twice
 
     def take(self, params: Iterable[ShardedParam]) -> tuple[Gradients, Gradients]:
         """Remove and return all unsynced gradients, and the partial sums of their parameters and of ``params``."""
@@ -145,11 +131,6 @@ class EarlierGradients:
     def put_back(self, held: Gradients, partial: Gradients) -> None:
         """Undo :meth:`take`, after a backward that raised."""
         self.held, self.partial = {**self.held, **held}, {**self.partial, **partial}
-
-    def forget(self) -> None:
-        """Drop unsynced gradients and partial sums; ``.grad`` of plain parameters stays."""
-        self.held, self.partial = {}, {}
-        self.withdraw()
 
     def show(self, params: Iterable[ShardedParam] = (), summed: Collection[ShardedParam] = ()) -> None:
         """Show in ``.grad`` of shards that gradients wait: those held here, and those of ``params`` and ``summed``."""
@@ -213,7 +194,9 @@ class EarlierGradients:
         for param in [param for param in params if param in self.deferred_hooks] if self.deferred_hooks else ():
             torch_private.restore_hooks(*self.deferred_hooks.pop(param))
         for param in params:
-            synced, held = _sum_of(self.stashed.pop(param, None), param.sharded.grad), self.held.pop(param, None)
+            old, synced, held = self.stashed.pop(param, None), param.sharded.grad, self.held.pop(param, None)
+            if old is not None:
+                synced = old if synced is None else old.add_(synced)
             if held is None:
                 self.unsynced.discard(param)
             else:
@@ -228,9 +211,3 @@ class EarlierGradients:
                         f".grad of {param.fqn} has the sum of an earlier loop over Reproducible.microbatches(), to which a "
                         "backward without sync has added: call zero_grad() before each loop, or leave out policy(sync=False)"
                     )
-
-
-def _sum_of(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first.add_(second)

@@ -10,24 +10,19 @@ class ManualFinalization:
 
     Attributes:
         is_on: ``finalize_backward`` sets gradients, after any number of backwards; the end of a backward does not.
-        is_open: a backward has begun whose gradients are not complete.
+        is_open: a backward has begun whose gradients are not complete.  was_open: before the running one, which may raise.
         completion: identifies launched reductions that user code has not waited for; None if there are none.
     """
 
     def __init__(self) -> None:
         self.is_on = False
-        self.is_open = self._was_open = False
+        self.is_open = self.was_open = False
         self.completion: object | None = None
 
     @property
     def awaits_completion(self) -> bool:
         """True while the gradients of a backward are not complete."""
         return self.is_open or self.completion is not None
-
-    @property
-    def missing(self) -> str:
-        """What user code has to call for complete gradients."""
-        return "call finalize_backward()" if self.completion is None else "wait() for finalize_backward()"
 
     def set_on(self, is_on: bool, is_in_backward: bool, has_deferred: bool) -> None:
         """Turn manual finalization on or off.  Raises: StateError while gradients of a backward are not set."""
@@ -44,22 +39,9 @@ class ManualFinalization:
 
     # ---- transitions ----
 
-    def begin_backward(self) -> None:
-        """Record that a backward begins."""
-        self._was_open, self.is_open = self.is_open, self.is_on
-
-    def abort_backward(self) -> None:
-        """Undo :meth:`begin_backward` after the backward raised."""
-        self.is_open = self._was_open
-
-    def launch(self) -> object:
-        """Record that all reductions are launched; return the token that :meth:`check_completion` takes."""
-        self.completion = object()
-        return self.completion
-
     def forget(self) -> None:
         """Record that gradients are set, or that they are lost."""
-        self.is_open = self._was_open = False
+        self.is_open = self.was_open = False
         self.completion = None
 
     # ---- checks ----
@@ -73,12 +55,7 @@ class ManualFinalization:
             raise StateError(
                 "finalize_backward requires manual backward finalization. Call set_manual_backward_finalization(True) first"
             )
-        self._was_open = self.is_open  # it stays open if the launch that follows raises: user code may try again
-
-    def check_completion(self, completion: object) -> None:
-        """Raise StateError if ``completion`` was invalidated."""
-        if completion is not self.completion:
-            raise StateError("This gradient reduction handle was invalidated by reset_iter_state()")
+        self.was_open = self.is_open  # it stays open if the launch that follows raises: user code may try again
 
     def check_completed(self, what: str) -> None:
         """Raise StateError if launched reductions were not waited for before ``what``."""

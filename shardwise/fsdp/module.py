@@ -34,14 +34,8 @@ from shardwise.fsdp.flat_buffer import as_gradient
 from shardwise.fsdp.init_parameters import materializing
 from shardwise.fsdp.mesh import cut_shard
 from shardwise.fsdp.param import ShardedParam, refuse_gradients
-from shardwise.fsdp.roots import (
-    bind_units,
-    live_engine,
-    provisional_engine,
-    set_divergence,
-    set_limits,
-)
-from shardwise.fsdp.unit import Unit
+from shardwise.fsdp.roots import bind_units, live_engine, provisional_engine, set_divergence, set_limits
+from shardwise.fsdp.unit import NONE, Unit
 from shardwise.fsdp.waiting_gradients import withdrawn
 from shardwise.plan.schedule import UnitPolicy
 
@@ -295,7 +289,7 @@ class CompressionState:
         """Yield the parameters whose gradients are compressed with feedback, with their names in the model."""
         paths = {id(torch_private.parameters_of(module)): where for where, module in self._model.named_modules()}
         for path, unit, compression in _compressed(self._model):
-            if compression.policy.error_feedback and unit.reduce_coding is not None:
+            if compression.policy.error_feedback and unit.coding("reduce") is not None:
                 for param in filter(unit.is_coded, unit.params):
                     at = param.registrations[0]
                     name = f"{paths.get(id(at.parameters), path)}.{at.name}".lstrip(".")
@@ -590,9 +584,9 @@ class FSDPModule(_Base):
         sharded.
         """
         self._replace_policies(recurse, keeps_full_memory=keep)
-        if not keep:
-            for unit in self._units(recurse):
-                unit.free_kept_memory()
+        for unit in self._units(recurse):
+            if unit.held is NONE and not keep:
+                unit.memory.drop()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward of this module reads its parameters; an embedding's does not."""

@@ -26,8 +26,8 @@ from shardwise.layout import ChunkShard
 from shardwise.torch_private import DTensorSpec
 
 
-def _nothing() -> None:
-    return None
+def nothing() -> None:
+    """Return None, as a weak reference to what is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,20 +148,20 @@ class ShardedParam:
     sub_seen: tuple[int, bool] = (0, True)
     registered_form: nn.Parameter | None = None
     version_base: int = 0
-    counted: Callable[[], torch.Tensor | None] = field(default=_nothing)
+    counted: Callable[[], torch.Tensor | None] = field(default=nothing)
     last_version: int = 0
     gathered_version: int = -1
     ordinal: int = 0
     is_hooked: bool = False
     hook_id: int = -1
     keeps_dtype: bool = False
-    module: Callable[[], nn.Module | None] = field(default=_nothing)
-    original: Callable[[], nn.Parameter | None] = field(default=_nothing)
+    module: Callable[[], nn.Module | None] = field(default=nothing)
+    original: Callable[[], nn.Parameter | None] = field(default=nothing)
     # Two samples, not the values: the first forward compares them between ranks, and they are dropped.
     beginning: tuple[torch.Tensor, torch.Tensor] | None = None
     memory: Extent | None = None
     storage: int = 0
-    unit: Callable[[], Any] = field(default=_nothing)
+    unit: Callable[[], Any] = field(default=nothing)
     accumulator: Any = None
     attributes: dict[str, Any] = field(init=False)
 
@@ -186,11 +186,6 @@ class ShardedParam:
     def local(self) -> torch.Tensor:
         """This rank's shard."""
         return torch_private.local_of(self.sharded)
-
-    @property
-    def is_strided(self) -> bool:
-        """True for a plain parameter whose memory is not row-major; its gradient gets the same strides."""
-        return self.full is self.sharded and not self.sharded.is_contiguous()
 
     @property
     def version(self) -> int:

@@ -6,19 +6,10 @@ import operator
 from collections.abc import Iterable, Sequence
 
 from shardwise import torch_private
-from shardwise.consistency.failure_report import concerns_others
 from shardwise.errors import StateError
 from shardwise.fsdp.comm_context import CommContext
 from shardwise.fsdp.execution_order import ExecOrderTracker
-from shardwise.fsdp.gradients import (
-    Launch,
-    Reduction,
-    early_readers,
-    is_summed,
-    launch_large,
-    launch_reductions,
-    split,
-)
+from shardwise.fsdp.gradients import Launch, Reduction, early_readers, is_summed, launch_reductions, split
 from shardwise.fsdp.local_gradients import Gradients, add_gradients
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import HELD, Unit
@@ -42,47 +33,37 @@ class Reductions:
         max_inputs: how many reduce-scatter inputs may be allocated at once.
         syncs_replicas: where ranks may take different ways, whether all reduce over replicas in this backward; None: as the
             policy of each unit says.
+        in_flight: in the order of their launches; those that are over leave it from the front.
         launched, deferred: reductions of this backward, and pending ones of earlier backwards.
         open_launch: the launch of a unit whose backward still runs.
+        fresh_held: unsynced gradients of this backward, which count once it ends without an exception.
         summed: parameters whose gradients ``Reproducible`` sums, once they were reduced in its loop over microbatches.
     """
 
     def __init__(self, exec_order: ExecOrderTracker, comm_ctx: CommContext) -> None:
-        self._exec_order = exec_order
-        self._comm_ctx = comm_ctx
+        self._exec_order, self._comm_ctx = exec_order, comm_ctx
         self.max_inputs = 1
         self.syncs_replicas: bool | None = None
         # In the order of their launches.  Those that are over leave it from the front; ``launched`` keeps them until the
         # commit.
-        self._in_flight: list[Reduction] = []
-        self.launched: list[Launch] = []
-        self.deferred: list[Launch] = []
-        self._fresh_held: list[tuple[Unit, Gradients]] = []
+        self.in_flight: list[Reduction] = []
+        self.launched, self.deferred = list[Launch](), list[Launch]()
+        self.fresh_held: list[tuple[Unit, Gradients]] = []
         self.open_launch: Launch | None = None
         self.summed: set[ShardedParam] = set()
-
-    def hold(self, unit: Unit, gradients: Gradients) -> None:
-        """Accumulate unsynced ``gradients`` of ``unit``; they count once this backward ends without an exception."""
-        self._fresh_held.append((unit, gradients))
 
     def launch(self, unit: Unit, fresh: Gradients) -> None:
         """Reduce ``fresh`` and the unit's gradients of earlier backwards.  Raises: DesyncError, TransportError."""
         # First advance what was launched before: it frees the inputs of reductions, of which few may be allocated at once.
-        in_flight = self._in_flight
+        in_flight = self.in_flight
         while in_flight and self._is_next_due(in_flight[0]):
-            self._advance(in_flight.pop(0))
+            self.advance(in_flight.pop(0))
         # ``gradients`` are what is still to be sent, ``params`` what ranks compare: all that this unit reduces.
-        launch, self.open_launch = self.open_launch, None
-        gradients, params = fresh, frozenset(fresh)
-        if launch is not None:
-            sent = launch.params
-            params |= sent.union(launch.held)
+        launch, self.open_launch = self.open_launch or self._new_launch(unit, fresh), None
+        gradients, sent = fresh, launch.params if launch.reductions else frozenset[ShardedParam]()
+        if launch.held:
             gradients = add_gradients({p: value for p, value in launch.held.items() if p not in sent}, fresh)
-        else:
-            launch = self._new_launch(unit, fresh)
-            if launch.held:
-                gradients = add_gradients(launch.held, fresh)
-                params = frozenset(gradients)
+        params = sent.union(launch.held, fresh)
         if self._exec_order.uncompared or params not in self._exec_order.agreed:
             self._compare(unit, params)
         if listeners:
@@ -113,27 +94,19 @@ class Reductions:
 
     def _send(self, launch: Launch, gradients: Gradients) -> None:
         """Launch the reductions of ``gradients``, those of large ones apart."""
-        is_large = not launch.unit.memory.is_collective and self._is_all_reduced(launch.unit)
-        for way in (launch_large, launch_reductions) if is_large else (launch_reductions,):
-            try:
-                self._in_flight += way(launch, gradients)
-            except RuntimeError as error:
-                self._explain(error, launch.unit)
-                raise
-
-    def _explain(self, error: RuntimeError, unit: Unit) -> None:
-        """Raise from ``error`` one that says where the ranks are, unless it is of this rank alone."""
-        if concerns_others(error):
-            raise self._exec_order.explain(error, f"gradients of unit '{unit.name}'") from error
+        apart = not launch.unit.memory.is_collective and self._is_all_reduced(launch.unit)
+        try:
+            self.in_flight += launch_reductions(launch, gradients, apart)
+        except RuntimeError as error:
+            self._exec_order.explain(error, f"gradients of unit '{launch.unit.name}'")
 
     # ---- buckets of a unit that is alone: they are launched while its backward still runs ----
 
     def early_buckets(self, unit: Unit) -> Buckets | None:
         """Return the buckets of ``unit`` that may be reduced before its backward ends; None if there are none."""
         are_reduced_as_they_come = unit.policy.sync and not unit.policy.reduces_unused and not unit.earlier.partial
-        if not (are_reduced_as_they_come and unit.held is HELD and (buckets := self._split_of(unit))):
-            return None
-        return Buckets(buckets, unit.backward.arrived)
+        buckets = self._split_of(unit) if are_reduced_as_they_come and unit.held is HELD else ()
+        return Buckets(buckets, unit.backward.arrived) if buckets else None
 
     def launch_early(self, unit: Unit, buckets: Buckets) -> None:
         """Reduce the buckets that are complete.  Raises: the same as :meth:`launch`."""
@@ -155,13 +128,11 @@ class Reductions:
         """Return the buckets of ``unit``, which is alone, if it has several."""
         if not self._is_all_reduced(unit):
             return ()
-        made_from, known = (
-            (unit.memory.packs.count, [param.sharded.requires_grad for param in unit.params]),
-            unit.reduction,
-        )
-        if known.split[0] != made_from:
-            known.split = made_from, split(unit)
-        return known.split[1] if len(known.split[1]) > 1 else ()
+        made_from = unit.memory.packs.count, [param.sharded.requires_grad for param in unit.params]
+        if unit.reduction.split[0] != made_from:
+            unit.reduction.split = made_from, split(unit)
+        found = unit.reduction.split[1]
+        return found if len(found) > 1 else ()
 
     def _send_parts(self, launch: Launch, buckets: Iterable[tuple[int, ...]], gradients: Gradients) -> None:
         for bucket in buckets:
@@ -179,12 +150,12 @@ class Reductions:
     def _is_next_due(self, reduction: Reduction) -> bool:
         # A reduction with a next stage must not depend on whether its reduce-scatter happens to be done: if all ranks leave
         # this backward by an exception, they must have launched the same collectives, or some would hang.
-        is_full = len(self._in_flight) >= self.max_inputs
+        is_full = len(self.in_flight) >= self.max_inputs
         if reduction.has_next:
             return is_full
-        return (is_full and sum(map(_HOLDS_INPUT, self._in_flight)) >= self.max_inputs) or reduction.is_due
+        return (is_full and sum(map(_HOLDS_INPUT, self.in_flight)) >= self.max_inputs) or reduction.is_due
 
-    def _advance(self, reduction: Reduction, whole: bool = False) -> None:
+    def advance(self, reduction: Reduction, whole: bool = False) -> None:
         """Wait for the next stage of ``reduction``; for all stages if ``whole``."""
         name = reduction.unit.name
         if listeners:
@@ -195,8 +166,7 @@ class Reductions:
             else:
                 reduction.advance()
         except RuntimeError as error:
-            self._explain(error, reduction.unit)
-            raise
+            self._exec_order.explain(error, f"gradients of unit '{name}'")
         if early_readers and reduction.is_over and not self._comm_ctx.streams.are_concurrent:
             reduction.show()
         if listeners:
@@ -204,28 +174,11 @@ class Reductions:
 
     # ---- the end of a backward; until then other ranks may read this rank's gradients ----
 
-    def note_end(self, unused: set[ShardedParam], factor: float) -> None:
-        """Leave ``.grad`` of ``unused`` as it is, since no rank has a gradient; multiply the other gradients by ``factor``."""
-        for launch in self.launched:
-            launch.unused, launch.factor = unused, factor
-
-    def wait_for_inputs(self) -> None:
-        """Wait until no other rank reads gradients of this rank."""
-        for reduction in self._in_flight:
-            self._advance(reduction)
-
-    def defer(self) -> None:
-        """Leave all launched reductions to a later backward, which commits them."""
-        if self._partial():
-            self._comm_ctx.streams.current_waits_for_reductions()
-        self._leave()
-
     def wait(self) -> None:
         """Wait for all reductions, pending ones of earlier backwards included."""
-        for launch in (*self.deferred, *self.launched):
-            for reduction in launch.reductions:
-                if not reduction.is_over:
-                    self._advance(reduction, whole=True)
+        launched = (*self.deferred, *self.launched)
+        for reduction in [each for launch in launched for each in launch.reductions if not each.is_over]:
+            self.advance(reduction, whole=True)
         streams = self._comm_ctx.streams
         if streams.are_concurrent:
             streams.current_waits_for_reductions()
@@ -237,53 +190,55 @@ class Reductions:
         Returns: the parameters that received any; whether these have post-accumulate-grad hooks of users, and the exception of
             a gradient hook of users.
         """
-        self._leave()
+        self.defer()
         launched, self.deferred = self.deferred, []
         for launch in launched:
             if (sums := launch.unit.settings.sums) is not None:
                 self.summed |= launch.params
                 if not sums.is_last:
                     launch.unused = {*launch.params}  # only whole sums are set, and hooks see them
-        params: list[ShardedParam] = []
-        for launch in launched:
-            for lot in [reduction.params for reduction in launch.reductions]:
-                params += [param for param in lot if param not in launch.unused] if launch.unused else lot
+        lots = [(launch, each) for launch in launched for each in launch.reductions]
+        params = [param for launch, each in lots for param in each.params if param not in launch.unused]
         # Asked once for all parameters: most programs have no hook, and each question costs as much as setting a gradient.
         is_hooked, is_followed = torch_private.have_gradient_hooks([param.sharded for param in params])
         failed: BaseException | None = None
+        for launch, reduction in lots:
+            if early_readers:
+                reduction.show()
+            try:
+                error = reduction.set_gradients(is_hooked, launch)
+            except Exception as cause:  # gradients are added in place: what came before cannot be taken back
+                raise StateError(
+                    f".grad could not be set ({type(cause).__name__}: {cause}), and may have this backward's gradients for "
+                    "some parameters only: zero_grad(), and run all microbatches of this step again"
+                ) from cause
+            failed = failed or error
         for launch in launched:
-            for reduction in launch.reductions:
-                if early_readers:
-                    reduction.show()
-                try:
-                    error = reduction.set_gradients(is_hooked, launch)
-                except Exception as cause:  # gradients are added in place: what came before cannot be taken back
-                    raise StateError(
-                        f".grad could not be set ({type(cause).__name__}: {cause}), and may have this backward's gradients for "
-                        "some parameters only: zero_grad(), and run all microbatches of this step again"
-                    ) from cause
-                failed = failed or error
             launch.unit.reduction.num_commits += 1  # an optimizer changes the shards next: the unit is gathered again
             if listeners:
                 launch.unit.emit(Op.COMMIT)
         return params, (is_followed, failed)
 
-    def _leave(self) -> None:
-        """Leave to units what a later backward reduces: unsynced gradients, and sums over the shard axis alone."""
+    def defer(self) -> None:
+        """Leave what was launched to a later commit, and to units what a later backward reduces.
+
+        That is unsynced gradients, and sums over the shard axis alone.  No other rank reads inputs of reductions any more.
+        """
         self.open_launch = None
-        self._in_flight.clear()
-        for unit, gradients in self._fresh_held:
-            unit.earlier.hold(gradients)
-        self._fresh_held.clear()
-        for launch, each in self._partial():
+        self.in_flight.clear()
+        for unit, gradients in self.fresh_held:
+            unit.earlier.held = add_gradients(unit.earlier.held, gradients)
+        self.fresh_held.clear()
+        partial = [(launch, each) for launch in self.launched for each in launch.reductions if each.is_partial]
+        if partial:
+            self._comm_ctx.streams.current_waits_for_reductions()
+        for launch, each in partial:
             launch.reductions.remove(each)
             left = {param: value for param, value in each.windows().items() if param not in launch.unused}
-            launch.unit.earlier.keep_partial(left)
+            earlier = launch.unit.earlier  # what it has is in these sums, unless a backward has reduced a unit twice
+            earlier.partial = add_gradients(earlier.partial, left)
         self.deferred += self.launched
         self.launched = []
-
-    def _partial(self) -> list[tuple[Launch, Reduction]]:
-        return [(launch, each) for launch in self.launched for each in launch.reductions if each.is_partial]
 
     # ---- gradients that wait for a later backward ----
 
@@ -314,8 +269,8 @@ class Reductions:
         """Cancel the reductions of a backward that raised, and return to units the earlier gradients that it had taken."""
         launched, self.launched = self.launched, []
         self.open_launch = None
-        self._fresh_held.clear()
-        self._in_flight.clear()
+        self.fresh_held.clear()
+        self.in_flight.clear()
         if launched:
             self._comm_ctx.streams.current_waits_for_results()
         for launch in reversed(launched):

@@ -19,13 +19,7 @@ from torch.distributed.tensor import DeviceMesh
 
 from shardwise.collectives.c10d import GroupCommunicator
 from shardwise.collectives.compressed import Coding, CompressedCommunicator
-from shardwise.collectives.routes import (
-    LinkProvider,
-    LinkUsers,
-    Transport,
-    default_transport,
-    provider_of,
-)
+from shardwise.collectives.routes import LinkProvider, LinkUsers, Transport, default_transport, provider_of
 from shardwise.collectives.streams import SideStream, watch_device
 from shardwise.consistency.agreement import MismatchCheck, open_numbered_exchange
 from shardwise.consistency.process_groups import group_of, patience_s
@@ -140,11 +134,11 @@ def communicators(unit: Unit, comm_ctx: CommContext) -> UnitComm:
     if unit.memory.is_collective and axes.shard_mesh_dim is not None:
         process_group = axes.mesh.get_group(axes.shard_mesh_dim)
         fetch = streams.fetch if asked.storage.is_offloaded else None
-        shards = over(process_group, streams.gather, unit.gather_coding, fetch=fetch)
-        coding = None if has_replicas else unit.reduce_coding  # with replicas only what goes between them is compressed
+        shards = over(process_group, streams.gather, unit.coding("gather"), fetch=fetch)
+        coding = None if has_replicas else unit.coding("reduce")  # else what goes between replicas is compressed
         reduce = over(asked.custom.reduce_group or process_group, streams.reduce, coding)
     if has_replicas:
-        replicas = over(axes.mesh.get_group(axes.replicate_mesh_dim), streams.replicas, unit.reduce_coding)
+        replicas = over(axes.mesh.get_group(axes.replicate_mesh_dim), streams.replicas, unit.coding("reduce"))
     if (smaller := asked.sub_axes) is not None:
         process_group = smaller.mesh.get_group(smaller.shard_mesh_dim)
         # Custom gathers are written for the mesh of the unit; the smaller mesh is the engine's own.
@@ -187,7 +181,7 @@ def may_share_memory(unit: Unit) -> bool:
     if axes.shard_mesh_dim is None or not unit.memory.is_collective or default_transport() != "auto":
         return False
     devices = storage.device, storage.storage_device
-    return unit.gather_coding is None and provider_of(axes.mesh.get_group(axes.shard_mesh_dim), devices) is not None
+    return unit.coding("gather") is None and provider_of(axes.mesh.get_group(axes.shard_mesh_dim), devices) is not None
 
 
 def live_engine(attachment: Attachment, in_forward: bool = False) -> Engine:

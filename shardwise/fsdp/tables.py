@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import compress
 
@@ -21,13 +22,10 @@ from shardwise.errors import StateError
 from shardwise.fsdp.param import ShardedParam, refuse_gradients
 from shardwise.fsdp.unit_memory import UnitMemory
 
-_ADDRESS = torch.Tensor.data_ptr
+_ADDRESS, _OFFSET, _STORAGE = torch.Tensor.data_ptr, torch.Tensor.storage_offset, torch_private.storage_id
 _FACTS_OF_LOCAL, _GRAD_DTYPE = operator.attrgetter("dtype", "device"), operator.attrgetter("grad_dtype")
 _IS, _REQUIRES_GRAD, _VERSION = operator.is_, operator.attrgetter("requires_grad"), torch_private.version_of
-_PLACE = operator.attrgetter("address")
 _TARGET: Callable[[weakref.ref[torch.Tensor]], torch.Tensor | None] = weakref.ref.__call__
-_MOST_PLACES = 16  # of the memory of full parameters whose addresses are kept
-Registry = dict[str, nn.Parameter | None]
 Written = list[ShardedParam]  # whose full parameters a forward has written to
 # Returns the hook of the gradient of a parameter, by ordinal.
 OnGradient = Callable[[int], Callable[[torch.Tensor], None]]
@@ -45,26 +43,16 @@ class Snapshot:
         self.counted: list[int] = []  # the version counters, as of the last check
         self._shards = shards = [param.sharded for param in params]
         rows = [(at.parameters, at.name, param.sharded) for param in params for at in param.registrations]
-        *self._places, self._forms = zip(*rows, strict=True) if rows else ((), (), ())
+        *self.places, self.forms = zip(*rows, strict=True) if rows else ((), (), ())
         locals_ = torch_private.locals_of(shards)
         # Weak, so that memory is freed when user code replaces it.
         self._locals = [*map(weakref.ref, _apart(locals_, shards))]
         # A subclass with an all-gather extension (float8) decides itself what its address is, if it has one.
         self._is_addressed = [param not in extended for param in params]
-        self._addresses = [*map(_ADDRESS, compress(locals_, self._is_addressed))]
         pairs = zip(self._is_addressed, locals_, strict=True)
         self._is_bare = [not (is_addressed and local.data_ptr()) for is_addressed, local in pairs]
-        self._facts, self._wants = self._facts_of(locals_), [*map(_REQUIRES_GRAD, shards)]
-
-    def _facts_of(self, locals_: Sequence[torch.Tensor]) -> list[object]:
-        # The storage of a DTensor changes if ``.data`` is assigned to; dtype and device change with the address, if any.
-        bare = map(_FACTS_OF_LOCAL, compress(locals_, self._is_bare))
-        return [*bare, *map(_GRAD_DTYPE, self._shards), *map(torch_private.storage_id, self._shards)]
-
-    @property
-    def are_registered(self) -> bool:
-        """True if the shards are registered."""
-        return all(map(_IS, self._forms, map(dict.get, *self._places)))
+        self._facts: list[object] = []
+        self.versions(in_step=False)  # notes the facts
 
     def versions(self, in_step: bool) -> list[int] | None:
         """Return the version counters of the shards; None if user code has changed something else than values.
@@ -75,12 +63,15 @@ class Snapshot:
         shards = self._shards
         locals_ = torch_private.locals_of(shards)
         apart = locals_ if len(self._locals) == len(locals_) else _apart(locals_, shards)
-        if (
-            not all(map(_IS, apart, map(_TARGET, self._locals)))
-            or [*map(_ADDRESS, compress(locals_, self._is_addressed))] != self._addresses
-            or [*map(_REQUIRES_GRAD, shards)] != self._wants
-            or not (in_step or self._facts_of(locals_) == self._facts)
-        ):
+        if not all(map(_IS, apart, map(_TARGET, self._locals))):
+            return None  # what has come in their place may have no address
+        facts: list[object] = [*map(_ADDRESS, compress(locals_, self._is_addressed)), *map(_REQUIRES_GRAD, shards)]
+        if not in_step:
+            # The storage of a DTensor changes if ``.data`` is assigned to; dtype and device change with the address, if any.
+            bare = map(_FACTS_OF_LOCAL, compress(locals_, self._is_bare))
+            facts += [*bare, *map(_GRAD_DTYPE, shards), *map(torch_private.storage_id, shards)]
+        known = self._facts = self._facts or facts
+        if facts != known[: len(facts)]:
             return None
         return [*map(operator.add, map(_VERSION, shards), map(_VERSION, locals_))]
 
@@ -98,12 +89,11 @@ class Swap:
 
     Attributes:
         fulls: the full parameters.
-        num_trainable: how many of them are trainable.
+        wants: of each row, whether its parameter is trainable.
     """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         self.fulls = fulls = [full for param in params if (full := param.full) is not None]
-        self.num_trainable = sum(param.sharded.requires_grad for param in params)
         pairs = zip(params, fulls, strict=True)
         self._rows = rows = [(at, full, param) for param, full in pairs for at in param.registrations]
         self.places = [at.parameters for at, _, _ in rows], [at.name for at, _, _ in rows]
@@ -111,11 +101,6 @@ class Swap:
         self.wants = [*map(_REQUIRES_GRAD, self.forms[1])]
         # Modules with their own ``__setattr__``, which is called after the registration.
         self.with_setattr = [row for row in rows if row[0].setattr_module is not None]
-        by_registry: dict[int, tuple[Registry, dict[str, nn.Parameter], dict[str, nn.Parameter]]] = {}
-        for at, full, param in rows:
-            _, fulls_of, shards_of = by_registry.setdefault(id(at.parameters), (at.parameters, {}, {}))
-            fulls_of[at.name], shards_of[at.name] = full, param.sharded
-        self.by_registry = [*by_registry.values()]
 
     def follow_freezing(self) -> None:
         """Give shards the ``requires_grad`` that user code has set on full parameters since they were registered.
@@ -135,11 +120,6 @@ class Swap:
             if full.requires_grad is not wanted:
                 param.sharded.requires_grad_(full.requires_grad)
 
-    @property
-    def has_full(self) -> bool:
-        """True if the full parameters are registered."""
-        return all(map(_IS, self.forms[0], map(dict.get, *self.places)))
-
 
 class Tables:
     """What one unit has registered, and the version counters by which writes of user code are seen.
@@ -147,8 +127,8 @@ class Tables:
     Attributes:
         seen: what user code could change, as the last full check has found it; None: the next check looks at everything.
         swap: the columns by which forms are switched; None: the next :meth:`register_full` makes them.
-        registered: the parameters in buckets, their full parameters that were registered last, and version counters and
-            addresses of these, if user code has not written to them.
+        registered: the parameters in buckets, their full parameters that were registered last, and version counters, storages
+            and offsets of these, if user code has not written to them.
         last_version: the sum of the version counters of the shards, as of the last check; shards do not change in a pass.
         is_kept: full parameters stay registered between passes, where user code can reach them.
         on_gradient: makes the hooks of the full parameters' gradients; None: they have none.
@@ -158,8 +138,7 @@ class Tables:
         self._params, self._memory = params, memory
         self.seen: Snapshot | None = None
         self.swap: Swap | None = None
-        self.registered: tuple[list[ShardedParam], list[nn.Parameter], list[int], list[int]] = [], [], [], []
-        self._addresses: dict[object, list[int]] = {}  # of full parameters, by that of their memory
+        self.registered: tuple[list[ShardedParam], list[nn.Parameter], list[int], list[object]] = [], [], [], []
         self.last_version = 0
         self._has_new_versions = True  # the version counters of full parameters do not reflect the shards' yet
         self.is_kept = False
@@ -167,28 +146,19 @@ class Tables:
 
     # ---- what user code has changed ----
 
-    def check(self, in_step: bool) -> bool:
+    def check(self, in_step: bool = False) -> bool:
         """Return True, with versions noted, if user code has changed nothing but values; ``in_step``: see :class:`Snapshot`."""
-        # A swap knows nothing of parameters in place, so its ``has_full`` would not speak for the whole unit.
+        # A swap knows nothing of parameters in place, so it would not speak for the whole unit.
         seen, swap = self.seen, None if self._memory.in_place else self.swap
-        if seen is None or not (seen.are_registered or (swap is not None and swap.has_full)):
+        are_shards = seen is not None and all(map(_IS, seen.forms, map(dict.get, *seen.places)))
+        are_full = not are_shards and swap is not None and all(map(_IS, swap.forms[0], map(dict.get, *swap.places)))
+        if seen is None or not (are_shards or are_full):
             return False
         counted = seen.versions(in_step)
         if counted is not None and counted != seen.counted:
             seen.counted = counted
             self._note_versions(counted)
         return counted is not None
-
-    def see(self) -> None:
-        """Note what is registered now, for later checks."""
-        self.seen = Snapshot(self._params, self._memory.extended.params)
-        self.count_versions()
-
-    def forget(self, is_repacked: bool = False) -> None:
-        """Forget what was seen; ``is_repacked``: and the full parameters that were registered."""
-        self.seen = self.swap = None
-        if is_repacked:
-            self.registered = [], [], [], []
 
     def _note_versions(self, counted: Sequence[int]) -> None:
         """Take the version counters of the shards."""
@@ -219,20 +189,10 @@ class Tables:
             or [*map(_REQUIRES_GRAD, swap.forms[0])] != swap.wants
         ):
             swap = self._make_swap()
-        # ``dict.update`` and not ``setattr``, which would look through every place where a module keeps things, for each
-        # parameter.
-        for registry, fulls_of, _ in swap.by_registry:
-            registry.update(fulls_of)
+        # Not ``setattr``, which would look through every place where a module keeps things, for each parameter.
+        deque(map(dict.__setitem__, *swap.places, swap.forms[0]), maxlen=0)
         for at, full, _ in swap.with_setattr:
             at.call_setattr(full)
-        # What writes of user code to full parameters are recognized by (:meth:`find_writes`); few addresses take turns.
-        params, fulls, versions, _ = self.registered
-        addresses = self._addresses.get(place := tuple(map(_PLACE, memory.fulls)))
-        if addresses is None:
-            if len(self._addresses) > _MOST_PLACES:
-                self._addresses.clear()
-            addresses = self._addresses[place] = [*map(_ADDRESS, fulls)]
-        self.registered = params, fulls, versions, addresses
         if memory.in_place:
             self._check_not_replaced(memory.in_place)
             self._own_forms_in_place()
@@ -245,8 +205,9 @@ class Tables:
         for param in params:
             if param.full is None:
                 param.full, param.is_hooked = memory.make_full(param), False
-            elif memory.aliases_shard(param) and not _lies_as_sharded(param):
-                # Keep the parameter object, which a graph may reference, and point it to the new memory of the shard.
+            elif memory.aliases_shard(param):
+                # Keep the parameter object, which a graph may reference, and point it to the memory of the shard, which user
+                # code may have moved.
                 param.full.data = memory.make_full(param).detach()
         for param in (*params, *memory.extended.params):
             full = param.registered_form = param.full
@@ -255,8 +216,9 @@ class Tables:
             self._sync_requires_grad(param, full)
         swap = self.swap = Swap([*params, *memory.extended.params])
         fulls = swap.fulls[: len(params)]
-        self.registered = params, fulls, [*map(_VERSION, fulls)], []
-        self._addresses.clear()
+        # What writes of user code to full parameters are recognized by (:meth:`find_writes`).  Gathers keep their storages.
+        places: list[object] = [*zip(map(_STORAGE, fulls), map(_OFFSET, fulls), strict=True)]
+        self.registered = params, fulls, [*map(_VERSION, fulls)], places
         return swap
 
     def _own_forms_in_place(self) -> None:
@@ -278,8 +240,8 @@ class Tables:
         fulls = [param.full for param in written if param.full is not None and param.full is not param.sharded]
         if fulls:
             torch.autograd.graph.increment_version(fulls)
-            params, fulls, _, addresses = self.registered
-            self.registered = params, fulls, [*map(_VERSION, fulls)], addresses
+            params, fulls, _, places = self.registered
+            self.registered = params, fulls, [*map(_VERSION, fulls)], places
 
     @staticmethod
     def _check_not_replaced(params: Iterable[ShardedParam]) -> None:
@@ -299,14 +261,15 @@ class Tables:
         Raises: StateError if ``.data`` was assigned to, or user code wrote between passes; such a write is dropped.
         """
         found: Written = []
-        params, fulls, versions, addresses = self.registered
+        params, fulls, versions, places = self.registered
         # Between passes user code can freeze what is registered, or hook it; the shard is what it means.
         if self.is_kept and self.swap is not None:
             self.swap.follow_freezing()
-        if [*map(_VERSION, fulls)] == versions and [*map(_ADDRESS, fulls)] == addresses:
+        now: list[object] = [*zip(map(_STORAGE, fulls), map(_OFFSET, fulls), strict=True)]
+        if [*map(_VERSION, fulls)] == versions and now == places:
             return found
         for index, (param, full) in enumerate(zip(params, fulls, strict=True)):
-            if full.data_ptr() != addresses[index]:  # point it to the memory that gathers fill again
+            if now[index] != places[index]:  # point it to the memory that gathers fill again
                 full.data = self._memory.make_full(param).detach()
                 versions[index] = torch_private.version_of(full)
                 raise param.uncounted()
@@ -352,8 +315,7 @@ class Tables:
         """
         swap = self.swap
         if swap is not None and all(map(_IS, swap.forms[0], map(dict.get, *swap.places))):
-            for registry, _, shards_of in swap.by_registry:
-                registry.update(shards_of)
+            deque(map(dict.__setitem__, *swap.places, swap.forms[1]), maxlen=0)
             for at, _, param in swap.with_setattr:
                 at.call_setattr(param.sharded)
             return
@@ -361,11 +323,3 @@ class Tables:
             for registration in param.registrations:
                 if param.is_own(registration.parameters.get(registration.name)):
                     registration.put(param.sharded)
-
-
-def _lies_as_sharded(param: ShardedParam) -> bool:
-    """Return True if the full parameter has the address and strides of this rank's shard, which user code may have moved."""
-    local, full = param.local, param.full
-    if full is None or full.data_ptr() != local.data_ptr():
-        return False
-    return torch_private.local_of(full).stride() == local.stride()

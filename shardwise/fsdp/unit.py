@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import repeat
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -17,15 +18,14 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.collectives.compressed import Coding, takes
 from shardwise.collectives.routes import Handle
-from shardwise.consistency.failure_report import concerns_others
 from shardwise.errors import StateError
 from shardwise.fsdp.backward import NOWHERE, Place, UnitBackward
 from shardwise.fsdp.comm_context import UnitComm
 from shardwise.fsdp.flat_buffer import FlatBucket, ReduceLayout
 from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, are_usual, local_form
-from shardwise.fsdp.param import Registration, ShardedParam, manager_of
+from shardwise.fsdp.param import Registration, ShardedParam, manager_of, nothing
 from shardwise.fsdp.settings import UnitSettings
-from shardwise.fsdp.tables import Tables, Written
+from shardwise.fsdp.tables import Snapshot, Tables, Written
 from shardwise.fsdp.unit_memory import UnitMemory
 from shardwise.layout import by_size
 from shardwise.observe import Call, Op, Track, begin, emit, listeners, unit_in_words
@@ -56,32 +56,6 @@ class Memory(Enum):
 # user code has kept unsharded shows the shards between passes while the full ones are held.
 SHARDS, SUB, FULL = Registered
 NONE, COMING, HELD = Memory
-
-
-def _no_engine() -> None:
-    return None
-
-
-class SharedSchedule(Protocol):
-    """The collectives of a pass whose ranks may take different ways: :class:`shardwise.fsdp.divergence.Divergence`.
-
-    Not the plan of a step (``plan/schedule.py``), which a rank follows alone: all ranks launch these, in this order.
-
-    Attributes:
-        gathers: for each collective the number of the unit whose parameters are gathered; -1 if it is no gather.
-        cursor: how many collectives this rank has launched.  The last entry of ``gathers`` is -1, so it is always an index.
-    """
-
-    gathers: list[int]
-    cursor: int
-
-    def reach_gather(self, unit: Unit) -> None:
-        """Launch for other ranks what comes before the gather of ``unit``, which the caller launches next."""
-        ...
-
-    def serve_next(self) -> None:
-        """Launch for other ranks what comes next."""
-        ...
 
 
 class StepChecks:
@@ -121,14 +95,15 @@ class EngineSide:
         engine_for_gradient: returns the engine for a gradient; for plain parameters it makes one before the first forward.
         checks: those of the engine.
         diverges: ranks may take different ways.
-        schedule: set if ranks may take different ways and a gather of this unit needs all of them; else None.
+        schedule: the engine's ``Divergence`` (``divergence.py``, which imports this file) if ranks may take different ways and
+            a gather of this unit needs all of them; else None.
     """
 
-    engine_ref: Callable[[], Any] = _no_engine
-    engine_for_gradient: Callable[[], Any] = _no_engine
+    engine_ref: Callable[[], Any] = nothing
+    engine_for_gradient: Callable[[], Any] = nothing
     checks: StepChecks = field(default_factory=StepChecks)
     diverges: bool = False
-    schedule: SharedSchedule | None = None
+    schedule: Any = None
 
 
 @dataclass(slots=True)
@@ -157,7 +132,7 @@ class UnitReduction:
         by_size: the parameters in their order in memory, large ones first.
         dtypes: gradient dtype -> reduce dtype, for parameters without a dtype of their own.  A gradient dtype with more than
             one reduce dtype is missing.
-        gradient_dtypes: the dtypes of ``.grad`` of all parameters, cached until user code changes something.
+        gradient_dtypes: the dtypes of ``.grad`` of all parameters.
         layouts: of reductions, by dtype and parameters.
         split: the buckets of a unit that is alone, and what they depend on.
         num_commits: how often gradients of the unit have been set; an optimizer is expected to change the shards after each.
@@ -166,7 +141,7 @@ class UnitReduction:
 
     by_size: list[ShardedParam]
     dtypes: dict[torch.dtype, torch.dtype] = field(default_factory=dict[torch.dtype, torch.dtype])
-    gradient_dtypes: set[torch.dtype] | None = None
+    gradient_dtypes: set[torch.dtype] = field(default_factory=set[torch.dtype])
     layouts: dict[tuple[object, ...], ReduceLayout] = field(default_factory=dict[tuple[object, ...], ReduceLayout])
     split: tuple[object, tuple[tuple[int, ...], ...]] = None, ()
     num_commits: int = 0
@@ -220,9 +195,7 @@ class Unit:
         self.fresh_as_of: tuple[int, int | None] = 0, None
         self.handle: Handle | None = None
         self.reshards_late = False
-        self.tied_units: tuple[Unit, ...] = ()
-        self.beside: tuple[Unit, ...] = ()
-        self.others: tuple[Unit, ...] = ()
+        self.tied_units = self.beside = self.others = tuple[Unit, ...]()
         self.engine_side = EngineSide()
         self.own(params)
 
@@ -239,13 +212,12 @@ class Unit:
 
     def adopt_modules(self, modules: Sequence[nn.Module]) -> None:
         """Become the unit of ``modules``.  References are weak, since the modules own the unit."""
-        self._modules = tuple(weakref.ref(module) for module in modules)
-        self.has_one_module = len(self._modules) == 1
+        self.module_refs = tuple(weakref.ref(module) for module in modules)
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """Those of the unit's modules that are alive."""
-        return tuple(module for ref in self._modules if (module := ref()) is not None)
+        return tuple(module for ref in self.module_refs if (module := ref()) is not None)
 
     def use_tied(self, owner: Unit) -> None:
         """Record that this unit's modules use tied parameters of ``owner``."""
@@ -277,10 +249,9 @@ class Unit:
 
     def largest_reductions(self) -> list[tuple[int, int]]:
         """Return (elements of a section, bytes of an element) of the reduction of all parameters, per reduce dtype."""
-        by_dtype: dict[torch.dtype, int] = {}
+        by_dtype = Counter[torch.dtype]()
         for param in self.params:
-            dtype = self.memory.reduce_dtype(param)
-            by_dtype[dtype] = by_dtype.get(dtype, 0) + param.shard.section_numel
+            by_dtype[self.memory.reduce_dtype(param)] += param.shard.section_numel
         num_parts = 1 if self.settings.sums is None else self.settings.sums.most_parts
         return [(num_parts * numel, dtype.itemsize) for dtype, numel in by_dtype.items()]
 
@@ -292,35 +263,30 @@ class Unit:
             return 0, False
         # The buffer of a collective becomes the full parameter: one tensor, as it is, in a pooled buffer.
         is_pooled = comm is not None and comm.gathers_to_pool and not self.policy.keeps_full_memory
-        is_plain = self.gather_coding is None and not self.memory.extended.params
+        is_plain = self.coding("gather") is None and not self.memory.extended.params
         return shards.packed_bytes, is_pooled and is_plain and shards.are_full(self.memory.fulls)
 
     @property
     def full_bytes(self) -> int:
         """Bytes of the full parameters beyond the shards; 0 if the policy keeps them, since a step does not allocate them."""
-        return 0 if self.policy.keeps_full_memory else self.memory.full_bytes
+        return 0 if self.policy.keeps_full_memory else sum(full.num_bytes for full in self.memory.fulls)
 
     @property
     def route(self) -> str:
         """The transport for messages: the name of a link or "collectives", with codings; "" if nothing is sent."""
-        ways = {"gather": self.gather_coding, "reduce": self.reduce_coding}
+        ways = {"gather": self.coding("gather"), "reduce": self.coding("reduce")}
         coded = [f"{way} {coding}" for way, coding in ways.items() if coding]
         link = self.memory.link
         via = ["collectives" if link is None else link.name] if self.memory.is_collective else []
         return ", ".join([*via, *coded])
 
-    @property
-    def gather_coding(self) -> Coding | None:
-        """The coding in which parameters are gathered; None: uncompressed."""
-        return self._coding("gather", self.settings.axes.num_shards)
+    def coding(self, way: Literal["gather", "reduce"]) -> Coding | None:
+        """Return the coding in which parameters are gathered, or gradients reduced (between replicas if there are any).
 
-    @property
-    def reduce_coding(self) -> Coding | None:
-        """The coding in which gradients are reduced (between replicas if there are any); None: uncompressed."""
-        return self._coding("reduce", self.settings.num_ranks)
-
-    def _coding(self, way: Literal["gather", "reduce"], num_ranks: int) -> Coding | None:
+        None: uncompressed.
+        """
         compression = self.settings.compression
+        num_ranks = self.settings.axes.num_shards if way == "gather" else self.settings.num_ranks
         if compression is None or num_ranks == 1 or not any(map(self.is_coded, self.params)):
             return None
         return getattr(compression.policy, way)
@@ -346,11 +312,11 @@ class Unit:
         """Tell listeners that the unit has done ``op``; call it only if there are any."""
         emit(self.track.name, Call(op, self.name, num_bytes, in_place))
 
-    def _explain(self, error: RuntimeError) -> None:
+    def _explain(self, error: RuntimeError) -> NoReturn:
         """Raise from ``error`` one that says where the ranks are, unless it is of this rank alone."""
-        engine = self.engine_side.engine_ref()
-        if engine is not None and concerns_others(error):
-            raise engine.explain(error, f"all-gather of {unit_in_words(self.name)}") from error
+        if (engine := self.engine_side.engine_ref()) is not None:
+            engine.exec_order.explain(error, f"all-gather of {unit_in_words(self.name)}")
+        raise error
 
     # ---- what user code has changed between passes ----
 
@@ -365,17 +331,16 @@ class Unit:
         self.tables.seen = None  # until here user code may have patched extensions on shards
         self.memory.bind(comm)
 
-    def ensure_packed(self, in_step: bool = False) -> None:
+    def ensure_packed(self, has_changed: bool = False) -> None:
         """Detect whether user code has replaced parameters or their memory, or changed their dtype; repack if it has.
 
-        ``in_step``: a forward has checked already, and its backward begins.
+        ``has_changed``: a check has found so already.
         """
-        if self.tables.check(in_step):
+        if not has_changed and self.tables.check():
             return
         # Only here does anything loop over parameters in Python; a warm step ends above.
-        is_first = self.memory.is_new
-        self.tables.forget()
-        self.reduction.gradient_dtypes = None
+        is_first = self.memory.kinds is None
+        self.tables.seen = self.tables.swap = None
         if not is_first:  # else they have just been sharded
             self.adopt_registered()
             for param in self.params:
@@ -384,14 +349,14 @@ class Unit:
         for param in self.params:
             param.storage = torch_private.storage_id(param.sharded)
         if self.memory.settle(self.params, self.reduction.by_size):
-            self.tables.forget(is_repacked=True)
-            found: dict[torch.dtype, set[torch.dtype]] = {}
-            for param in self.params:
-                if not param.keeps_dtype:
-                    full_dtype = param.dtype_of_full(self.settings.precision)
-                    found.setdefault(full_dtype, set()).add(self.memory.reduce_dtype(param))
-            self.reduction.dtypes = {full: wanted.pop() for full, wanted in found.items() if len(wanted) == 1}
-        self.tables.see()
+            self.tables.registered = [], [], [], []
+            usual, precision = [param for param in self.params if not param.keeps_dtype], self.settings.precision
+            pairs = {(param.dtype_of_full(precision), self.memory.reduce_dtype(param)) for param in usual}
+            counts = Counter([full for full, _ in pairs])
+            self.reduction.dtypes = {full: wanted for full, wanted in pairs if counts[full] == 1}
+        self.reduction.gradient_dtypes = {param.dtype for param in self.params}
+        self.tables.seen = Snapshot(self.params, self.memory.extended.params)
+        self.tables.count_versions()
         self.engine_side.checks.see_change()
 
     def adopt_registered(self) -> None:
@@ -450,19 +415,17 @@ class Unit:
             self._check_sub()
         schedule = self.engine_side.schedule
         if schedule is not None and pass_number is not None:
-            # Ranks that take different ways still have to launch the same collectives: this gather is either the next one of
-            # the schedule, or the gathers before it, which only other ranks need, are launched first.
-            if schedule.gathers[schedule.cursor] == self.number:
-                schedule.cursor += 1
-            else:
+            # Ranks that take different ways still have to launch the same collectives: the gathers before this one, which only
+            # other ranks need, are launched first.  A rank on the usual way makes no call for it.
+            if schedule.gathers[schedule.cursor] != self.number:
                 schedule.reach_gather(self)
+            schedule.cursor += 1
         if listeners:
             begin(self.track.name, "unshard", self.name)
         try:
             self.handle = memory.gather_from_sub() if from_sub else memory.gather()
         except RuntimeError as error:
             self._explain(error)
-            raise
         self.held, self.fresh_as_of = COMING, (version, pass_number)
         if listeners:
             self.emit(Op.UNSHARD, *self.gather_staging)
@@ -483,6 +446,7 @@ class Unit:
             checks = self.engine_side.checks
             if checks.is_on and not is_in_backward():  # weights are exchanged outside of one
                 checks.use_again(self)
+            self.fresh_as_of = self.fresh_as_of[0], pass_number
         else:
             if self.held is not COMING or pass_number is None or pass_number != self.fresh_as_of[1]:
                 self.unshard(pass_number)
@@ -493,15 +457,12 @@ class Unit:
                     self.handle.wait()
                 except RuntimeError as error:
                     self._explain(error)
-                    raise
                 self.handle = None
         # After the wait, so that user code that runs while the gather is in flight never finds a parameter without values.
         self.tables.register_full()
         if self.memory.sub is not None:
             self.memory.drop_sub()
         self.registered, self.held = FULL, HELD
-        if not needs_gather:
-            self.fresh_as_of = self.fresh_as_of[0], pass_number
         if pass_number is None:
             self.listen()
         if needs_gather and listeners:
@@ -542,10 +503,13 @@ class Unit:
 
     def _register_sharded(self) -> None:
         self.tables.register_sharded()
-        if not self.policy.keeps_full_memory:
-            self.memory.drop()
-        if self.memory.sub is not None:
-            self.memory.drop_sub()
+        memory = self.memory
+        for buffer in memory.fulls if not self.policy.keeps_full_memory else ():  # ``memory.drop()``, without a call
+            buffer.drop()
+        if memory.extended.params and not self.policy.keeps_full_memory:
+            memory.extended.drop()
+        if memory.sub is not None:
+            memory.drop_sub()
         self.registered, self.held = SHARDS, NONE
 
     def discard(self) -> None:
@@ -556,16 +520,6 @@ class Unit:
             self.handle = None
         self._register_sharded()
 
-    def free_kept_memory(self) -> None:
-        """Free the memory of full parameters that a sharded unit keeps, after the policy that kept it has changed."""
-        if self.held is NONE and not self.policy.keeps_full_memory:
-            self.memory.drop()
-
-    def abandon(self) -> None:
-        """Reset the unit after a failure: sharded, in no forward and no backward; an all-gather in flight is cancelled."""
-        self.forward, self.backward, self.reshards_late = UnitForward(), UnitBackward(), False
-        self.discard()
-
     # ---- the end of a forward ----
 
     def count_aliases(self) -> int:
@@ -574,15 +528,7 @@ class Unit:
         A hook may store such a tensor to recognize others by address (activation offloading does), so no other parameter
         may get this address before backward.
         """
-        return sum(buffer.num_holders for buffer in self.memory.fulls)
-
-    def abort_forward(self) -> None:
-        """Reshard what no other forward uses, after one of the unit's modules raised."""
-        self.forward.awaited = set()
-        for member in (self, *self.others):
-            member.forward.holders -= 1
-            if not member.forward.holders:
-                member.reshard(in_pass=True)  # a caller may catch the exception, and its forward goes on
+        return sum(torch_private.storage_use_count(e.storage) for e in self.memory.fulls if not e.aliases_shards)
 
     def reshard_after_forward(self) -> None:
         """Apply ``policy.reshard_after_forward``, unless something reads the full parameters before backward does."""
@@ -601,11 +547,9 @@ class Unit:
             return
         sub = self.settings.sub_axes
         # A rank that skips the unit, where ranks may take different ways, has no part on the smaller mesh.
-        if wanted is True or sub is None or self.engine_side.diverges or self.memory.extended.params or not self.params:
+        is_freed = wanted is True or self.engine_side.diverges or self.memory.extended.params or not self.params
+        if sub is None or is_freed or self.tables.find_writes():
             self.reshard(in_pass=True)
-            return
-        if self.tables.find_writes():
-            self.reshards_late = True
             return
         self.memory.cut_to_sub(sub)
         if not self.policy.keeps_full_memory:
@@ -632,15 +576,20 @@ class Unit:
             return True
         return self.fresh_as_of[0] == self._current_version(pass_number)
 
-    def take_writes(self, on_written: Callable[[Unit, Written], None] | None = None) -> None:
+    def take_writes(self) -> None:
         """Copy writes to full parameters into the shards; not in a pass, where other ranks may read the shards.
 
-        Every rank copies its own rows, so all ranks must have written the same values.  ``on_written`` is called first,
-        with the written parameters.
+        Every rank copies its own rows, so all ranks must have written the same values.  Raises: StateError where ranks may take
+        different ways.
         """
         if self.held is HELD and (written := self.tables.find_writes()):
-            if on_written is not None:
-                on_written(self, written)
+            if self.engine_side.diverges:
+                raise StateError(
+                    f"a forward has written to parameters of {unit_in_words(self.name)}, where ranks may take different ways: "
+                    "others would keep their old rows. Write between steps, on every rank, or remove "
+                    "set_allow_rank_divergence"
+                )
+            self.engine_side.checks.see_writes(self, written)
             self.take_written(written)
 
     def take_written(self, written: Written) -> None:
@@ -653,7 +602,7 @@ class Unit:
             assert full is not None
             with torch.no_grad():
                 rows, gathered = self.own_rows(param, full)
-                if rows.dtype is not local.dtype or self.gather_coding is not None:
+                if rows.dtype is not local.dtype or self.coding("gather") is not None:
                     rows = torch.where(rows != gathered, rows.to(local.dtype), local.to(rows.device))
                 local.copy_(rows)
             self.memory.is_written = True
@@ -669,7 +618,7 @@ class Unit:
         rows = cut.rows(self.settings.axes.shard_rank)
         mine = whole if cut.is_whole else whole.narrow(cut.dim, rows.start, len(rows))
         local, compression = param.local.detach().to(whole.device), self.settings.compression
-        if compression is None or self.gather_coding is None:
+        if compression is None or self.coding("gather") is None:
             return mine, local.to(whole.dtype)
         return mine, compression.round_trip(local, param.fqn, cut.shape, whole.dtype)
 
@@ -691,16 +640,11 @@ class Unit:
                     "trained. Do so in forward or after backward, or call reshard() or unshard() on the module first"
                 )
 
-    def keep(self, on_written: Callable[[Unit, Written], None] | None = None) -> None:
-        """Keep full parameters registered between passes; for ``on_written`` see :meth:`take_writes`."""
-        self.take_writes(on_written)
+    def keep(self) -> None:
+        """Keep full parameters registered between passes."""
+        self.take_writes()
         self.tables.is_kept = True
         self.listen()
-
-    def show_shards(self) -> None:
-        """Register the shards while the unit stays unsharded, so that user code finds what optimizers have."""
-        self.tables.register_sharded()
-        self.registered = SHARDS
 
     # ---- gradients ----
 
@@ -731,7 +675,7 @@ class Unit:
         # ``.grad`` is cleared for frozen parameters as well: they may have been frozen since autograd made their gradient.
         swap, wanted = self.tables.swap, self.reduction.dtypes
         # User code may have frozen some after forward.
-        if swap is None or self.memory.in_place or swap.num_trainable < len(swap.fulls):
+        if swap is None or self.memory.in_place or not all(swap.wants):
             taken = {param: gradient for param, gradient in taken.items() if param.sharded.requires_grad}
         if are_usual(taken, wanted):
             return taken
@@ -748,17 +692,13 @@ class Unit:
             self.add_zeros(taken)
         # Ranks pair all-reduces over replicas by their parameters, so one that has a sum of earlier backwards and no gradient
         # in this one takes part with zeros.
-        if self.earlier.partial and self.sums_are_due:
-            for param, sum_over_shards in self.earlier.partial.items():
-                if param not in taken:
-                    taken[param] = sum_over_shards.new_zeros(param.shard.shape)
-        self.backward.leave()
+        if self.earlier.partial and self.policy.sync and self.policy.syncs_replicas:
+            sums = self.earlier.partial.items()
+            taken |= {param: each.new_zeros(param.shard.shape) for param, each in sums if param not in taken}
+        backward = self.backward
+        backward.is_running, backward.buckets = False, None
+        backward.arrived.clear()
         return taken
-
-    @property
-    def sums_are_due(self) -> bool:
-        """True if a backward reduces the sums over shards of earlier ones over the replicas."""
-        return bool(self.earlier.partial) and self.policy.sync and self.policy.syncs_replicas
 
     def add_zeros(self, gradients: Gradients, sent: Container[ShardedParam] = ()) -> None:
         """Add zeros for trainable parameters without a gradient, except for those that were ``sent`` already."""

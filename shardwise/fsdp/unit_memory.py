@@ -28,7 +28,7 @@ from shardwise.fsdp.mesh import MeshAxes, sub_parameter
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.precision import dtype_of_reduction
 from shardwise.fsdp.settings import UnitSettings
-from shardwise.layout import ChunkShard, build_bucket
+from shardwise.layout import ChunkShard, build_bucket, row_major
 
 _Kind = str | tuple[torch.dtype, torch.dtype, torch.device]
 
@@ -62,6 +62,7 @@ class UnitMemory:
         sub: the layout of an all-gather along the smaller mesh; None unless parameters are cut to that.
         gather: launches the all-gather, as :meth:`bind` has chosen it; its handle is None if there is nothing to wait for.
         bound_comm: the communicators and the pool; None before an engine has bound them, when :attr:`comm` raises.
+        kinds: what decides where each parameter lies; None until they are packed for the first time.
     """
 
     def __init__(self, settings: UnitSettings, is_collective: bool) -> None:
@@ -78,22 +79,12 @@ class UnitMemory:
         self.sub: GatherLayout | None = None
         self.gather: Callable[[], Handle | None] = _refuse
         self.bound_comm: UnitComm | None = None
-        self._kinds: list[_Kind] | None = None
-
-    @property
-    def is_new(self) -> bool:
-        """True until the parameters are packed for the first time."""
-        return self._kinds is None
+        self.kinds: list[_Kind] | None = None
 
     @property
     def comm(self) -> UnitComm:
         """The communicators.  Raises: StateError before there is an engine."""
         return _refuse() if self.bound_comm is None else self.bound_comm
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of the full parameters beyond the shards."""
-        return sum(full.num_bytes for full in self.fulls)
 
     @property
     def link(self) -> Link | None:
@@ -117,7 +108,7 @@ class UnitMemory:
         ``by_size``: the parameters in their order in memory.
         """
         # Other memory under a shard is moved back; another dtype or device needs a new layout.
-        if self._kinds is not None and [*map(self._kind, params)] == self._kinds:
+        if self.kinds is not None and [*map(self._kind, params)] == self.kinds:
             for bucket in self.buckets:
                 comm = self.bound_comm
                 self.is_written |= bucket.settle(None if comm is None else comm.streams.host_waits_for_copies)
@@ -141,7 +132,7 @@ class UnitMemory:
             self.bind(self.bound_comm)
         # Packing may have moved shards to another device.
         is_one = len({bucket.local.device for bucket in buckets} | {param.local.device for param in params}) == 1
-        self._kinds = [*kinds.values()] if is_one else [*map(self._kind, params)]
+        self.kinds = [*kinds.values()] if is_one else [*map(self._kind, params)]
         return True
 
     def _kind(self, param: ShardedParam) -> _Kind:
@@ -176,7 +167,9 @@ class UnitMemory:
     def bind(self, comm: UnitComm) -> None:
         """Use ``comm`` from now on, and choose how :attr:`gather` works: a step then decides nothing, and makes no objects."""
         self.bound_comm = comm
-        delivery = self.delivery = self._new_delivery(self._travelling)
+        shards, fulls = self.shards, self._travelling
+        delivery = None if shards is None else Delivery(shards, fulls, comm.pool, has_parts=not self.extended.params)
+        self.delivery = delivery
         if self.extended.params:
             # One collective gathers both what has an extension and what has none.
             self.gather = partial(self.extended.gather, delivery, comm.shards, comm.pool)
@@ -186,11 +179,6 @@ class UnitMemory:
             self.gather = partial(fetch_alone, comm.streams.fetch, delivery)
         else:
             self.gather = partial(_copy_here, delivery)
-
-    def _new_delivery(self, fulls: Sequence[FullBuffer]) -> Delivery | None:
-        if self.shards is None:
-            return None
-        return Delivery(self.shards, fulls, self.comm.pool, has_parts=not self.extended.params)
 
     def gather_from_sub(self) -> Handle | None:
         """Launch the all-gather of the full parameters from those on the smaller mesh; None: there is nothing to wait for."""
@@ -204,25 +192,6 @@ class UnitMemory:
         link = self.link if comm is not None and comm.group.group_name in links else None
         return comm is None or (link is not None and link.is_one_sided)
 
-    def give_shards(self) -> tuple[Handle, Sequence[FullBuffer]] | None:
-        """Launch the all-gather for other ranks alone.  None: it takes no collective.
-
-        Returns: the handle, to be cancelled, and then the buffers to be dropped.
-        """
-        comm, shards = self.comm, self.comm.shards
-        if shards is None:
-            return None
-        travelling = [] if self.shards is None else self.shards.buckets
-        fulls = [
-            FullBuffer(each.layout.full_numel, each.full_dtype, self.settings.storage.device) for each in travelling
-        ]
-        delivery = self._new_delivery(fulls)
-        if self.extended.params:
-            handle = self.extended.gather(delivery, shards, comm.pool)
-        else:
-            handle = None if delivery is None else shards.all_gather(delivery)
-        return None if handle is None else (handle, fulls)
-
     # ---- full parameters ----
 
     def make_full(self, param: ShardedParam) -> nn.Parameter:
@@ -231,7 +200,7 @@ class UnitMemory:
         if buffer.aliases_shards:
             # The shard's own strides, since user code may have moved it.
             return make_full_parameter(param.local, 0, param, param.local.stride())
-        return make_full_parameter(buffer.hold(self.comm.pool), offset, param)
+        return make_full_parameter(buffer.hold(self.comm.pool), offset, param, row_major(param.shard.shape))
 
     def aliases_shard(self, param: ShardedParam) -> bool:
         """Return True if the full parameter of ``param`` is its shard."""

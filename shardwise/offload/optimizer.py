@@ -142,7 +142,7 @@ class OffloadedStep:
 
     def _add(self, groups: Mapping[int, tuple[Params, Mapping[str, Any]]]) -> None:
         """Add units for the parameters of ``groups``, which are by index."""
-        found = [*enumerate(all_units())]
+        found = [*enumerate(list(all_units))]
         number_of = {id(param.sharded): number for number, unit in found for param in unit.params}
         places = {number: unit.settings.storage for number, unit in found}
         members: dict[int, dict[int, list[Sequence[ParamSlice]]]] = {}  # by number of the FSDP unit; -1: of none

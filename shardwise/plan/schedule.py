@@ -252,13 +252,11 @@ class _Simulation:
     ``tests/inproc/test_any_rank.py`` compares them.
 
     Args:
-        num_bytes: the limit with which more units than ``depth`` of ``budget`` are unsharded ahead; -1: no more.
+        limit: the bytes with which more units than ``depth`` of ``budget`` are unsharded ahead; -1: no more.
     """
 
-    def __init__(
-        self, order: ExecutionOrder, units: Sequence[UnitFacts], budget: PrefetchBudget, num_bytes: int
-    ) -> None:
-        self.order, self.units, self.budget = order, units, replace(budget, num_bytes=num_bytes)
+    def __init__(self, order: ExecutionOrder, units: Sequence[UnitFacts], budget: PrefetchBudget, limit: int) -> None:
+        self.order, self.units, self.budget = order, units, replace(budget, num_bytes=limit)
         self.calls: list[Call] = []
         self.prefetches: list[tuple[int, ...]] = [()] * len(order)
         self.starts: list[int] = []
@@ -366,7 +364,7 @@ def plan_step(order: ExecutionOrder, units: Sequence[UnitFacts], budget: Prefetc
         budget: how far ahead of their use they may be unsharded.
     """
     made_from = budget, tuple(facts.policy for facts in units)
-    plan = _Simulation(order, units, budget, num_bytes=-1).plan(made_from)
+    plan = _Simulation(order, units, budget, limit=-1).plan(made_from)
     if budget.num_bytes is None:
         return plan
     bound = limit = max(budget.num_bytes, peak_bytes(plan.calls, budget.max_reductions))
