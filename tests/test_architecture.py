@@ -328,7 +328,7 @@ def test_files_and_functions_are_short() -> None:
 
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
-    "fsdp": 5180,  # with plan and checks 5893; containers.py (136) was in it; issue 57 about 300; 6: .grad in part
+    "fsdp": 5173,  # with plan and checks 5886; containers.py (136) was in it; issue 57 about 300; 6: .grad in part
     "collectives": 2534,  # of 2800
     "checkpoint": 2422,  # issue 62: one version; 21: names of phases, state of another shape, a removal
     "publish": 419,  # issue 62, which allows 650 with sleep

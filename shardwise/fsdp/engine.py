@@ -661,7 +661,9 @@ class Engine:
     def forget_step(self) -> None:
         """Reshard every unit and drop all gradients that have not reached ``.grad``."""
         self.abort_backward()
-        self.reductions.forget_deferred()
+        if self.reductions.deferred:
+            self.comm_ctx.streams.current_waits_for_results()
+        self.reductions.deferred = []
         self.manual.forget()
         self.reset()
         for unit in self.units:

@@ -126,7 +126,9 @@ class Hooks:
     def _pack(self) -> None:
         engine = engine_of(self._unit)
         for unit in () if engine is not None and engine.is_in_step else (self._unit, *self._unit.beside):
-            if not unit.is_partly_on_meta:
+            # Not while user code loads a state dict part by part over parameters on meta: shards are packed on one device.
+            registered = [at.parameters.get(at.name) for param in unit.params for at in param.registrations]
+            if len({each.is_meta for each in registered if each is not None}) <= 1:
                 unit.ensure_packed()
 
     @dynamo_disabled

@@ -208,10 +208,8 @@ class Reductions:
             try:
                 error = reduction.set_gradients(is_hooked, launch)
             except Exception as cause:  # gradients are added in place: what came before cannot be taken back
-                raise StateError(
-                    f".grad could not be set ({type(cause).__name__}: {cause}), and may have this backward's gradients for "
-                    "some parameters only: zero_grad(), and run all microbatches of this step again"
-                ) from cause
+                text = "and may have this backward's gradients for some parameters only: zero_grad(), and run the step again"
+                raise StateError(f".grad could not be set ({type(cause).__name__}: {cause}), {text}") from cause
             failed = failed or error
         for launch in launched:
             launch.unit.reduction.num_commits += 1  # an optimizer changes the shards next: the unit is gathered again
@@ -277,9 +275,3 @@ class Reductions:
             for reduction in launch.reductions:
                 reduction.cancel()
             launch.unit.earlier.put_back(launch.held, launch.partial)
-
-    def forget_deferred(self) -> None:
-        """Drop the pending reductions of earlier backwards."""
-        if self.deferred:
-            self._comm_ctx.streams.current_waits_for_results()
-        self.deferred = []

@@ -320,12 +320,6 @@ class Unit:
 
     # ---- what user code has changed between passes ----
 
-    @property
-    def is_partly_on_meta(self) -> bool:
-        """True while user code loads a state dict part by part over parameters on meta; shards are packed on one device."""
-        registered = (at.parameters.get(at.name) for param in self.params for at in param.registrations)
-        return len({each.is_meta for each in registered if each is not None}) > 1
-
     def bind(self, comm: UnitComm) -> None:
         """Use ``comm`` for collectives and memory from now on."""
         self.tables.seen = None  # until here user code may have patched extensions on shards
