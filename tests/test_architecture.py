@@ -280,6 +280,8 @@ ONE_IDEA = {
     "fsdp/divergence.py:Divergence": "what a rank owes the others in one pass",
     "elastic/memory.py:StateMemory": "what the ranks of a generation write, where, and what of it this host has",
     "elastic/process.py:Process": "this process between two generations: both of its threads need all of it",
+    "loop/meter.py:StepMeter": "one loop: its model, and what was measured since the last figures",
+    "reproducible/reproducible.py:Reproducible": "one loop: its model and optimizer, and where in a step it is",
     "elastic/run.py:ElasticRun": "how far a run has come, and what its functions get",
 }
 MOST_ATTRIBUTES = 10
