@@ -153,6 +153,8 @@ def find_checkpoints(path: Path, step: int | None) -> list[Path]:
     Raises: ConfigError with what is there instead.
     """
     if (path / MANIFEST).is_file():
+        if step is not None and step != (own := read_manifest(FILES, path).step):
+            raise ConfigError(f"{path} is the checkpoint of step {own}, not of --step {step}; name its folder.")
         return [path]
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     found = list_checkpoints(FILES, folder)

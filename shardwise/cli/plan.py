@@ -26,7 +26,7 @@ from shardwise.planner.hardware import (
     with_hosts,
     with_memory,
 )
-from shardwise.recipes.config import NUM_BYTES, PRESETS, TrainConfig, microbatches_per_rank, refuse_beside
+from shardwise.recipes.config import PRESETS, TrainConfig, microbatches_per_rank, refuse_beside
 from shardwise.recipes.gpt import GPT, LLAMAS, Llama
 from shardwise.recipes.sharding import HEADS, LLAMA_HEADS, build_own, named
 from shardwise.reproducible.tree import BatchPlace
@@ -124,11 +124,14 @@ def run_plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def plan_training(config: TrainConfig, ranks: int, device: str, is_elastic: bool) -> int:
-    """Print what the run of ``config`` on ``ranks`` ranks would hold and take; return 0."""
+def plan_training(config: TrainConfig, ranks: int, device: str, vocabulary: int, is_elastic: bool) -> int:
+    """Print what the run of ``config`` on ``ranks`` ranks would hold and take; return 0.  Raises: ConfigError."""
+    is_asked = config.transport != "auto"
+    refuse_beside(f"--transport {config.transport}", {"--plan": is_asked and "it follows from where ranks are"})
     accumulate = microbatches_per_rank(config, ranks // config.tp)
     choices = Choices(
         strategies=(config.shard,),
+        replicas=config.replicas,
         unit_bytes=(config.min_unit_bytes,),
         recompute=(config.recompute,),
         offload=(config.offload,),
@@ -145,8 +148,8 @@ def plan_training(config: TrainConfig, ranks: int, device: str, is_elastic: bool
 
     def build() -> nn.Module:
         if config.model_from is not None:
-            return build_own(config.model_from, config.seed, NUM_BYTES, config.model.context)
-        return GPT(config.model)
+            return build_own(config.model_from, config.seed, vocabulary, config.model.context)
+        return GPT(config.model, vocabulary=vocabulary)
 
     found = plan(build, size, ranks, hardware=hardware, choices=choices)
     copies = describe_copies(build, state_bytes_of(choices.optimizer)) if is_elastic else ""

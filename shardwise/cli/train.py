@@ -506,7 +506,8 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
         why = "what experts compute and hold depends on the text; a run ends with its measured memory"
         refuse_beside(f"--experts {experts}", {"--plan": experts and why})
         check_ranks(request.config, nproc)
-        return plan_training(request.config, nproc, device_type, request.terms.num_spares is not None)
+        vocabulary = open_vocabulary(tokenizer_of(request.start, request.config)).size
+        return plan_training(request.config, nproc, device_type, vocabulary, request.terms.num_spares is not None)
     _check_memory(request, device_type, nproc, nproc)
     check_start(request.start, request.config)
     request.terms.check(nproc)

@@ -22,6 +22,7 @@ from shardwise.data.streams import StreamReader
 from shardwise.errors import ConfigError, StateError, UsageError
 
 _ARGUMENTS = ("num_microbatches", "microbatch_size", "seed", "drop_last", "mesh")
+_OWN_DRAWS = "; random numbers of a dataset's own generator, unlike those of Python, numpy and torch, have other values"
 _OF_WORKERS = ("prefetch_factor", "multiprocessing_context")
 _OPTIONS = (*("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"), *_OF_WORKERS)
 
@@ -66,7 +67,12 @@ class _MapSource:
         """Return what must be equal on all ranks, and in a state that is loaded."""
         order = self.order
         order.check()  # no state is saved of another dataset
-        self._digests = self._digests or {name: digest_of_samples(each) for name, each in order.sources.items()}
+        if not self._digests:
+            # Workers share the position of a file that the dataset opens at its first sample: open it in a worker too.
+            sources: Any = [*order.sources.values()]
+            more = {"num_workers": min(1, self._options.get("num_workers", 0)), "timeout": 0, "pin_memory": False}
+            found = _loader(sources, order.seed, self._options, **more, batch_size=None, collate_fn=digest_of_samples)
+            self._digests = dict(zip(order.sources, found, strict=True))
         facts: dict[str, Any] = {"samples per step": order.batch, "seed": order.seed, "drop_last": order.drop_last}
         for (name, digest), weight in zip(self._digests.items(), order.weights[0], strict=True):
             facts[f"dataset {name}".strip()] = f"{order.lengths[name]} samples, digest {digest}, weight {weight}"
@@ -240,15 +246,16 @@ class Microbatches:
         of streams, the last step and the next one, and others after a new read from their beginning.
         """
         reading = self._reading  # the steps of a run that nothing happens to need no more than this
-        if reading is None or reading.step != number or reading.world() is not dist.group.WORLD:
-            check_whole("number", number, 0)
-            own, self._reading = self._own(), None  # ends its workers
-            reading = self._reading = _Reading(self._source.read(number, own), len(own), math.nan, self._world)
-        reading.step = math.nan
         try:
+            if reading is None or reading.step != number or reading.world() is not dist.group.WORLD:
+                check_whole("number", number, 0)
+                own, self._reading = self._own(), None  # ends its workers
+                reading = self._reading = _Reading(self._source.read(number, own), len(own), math.nan, self._world)
+            reading.step = math.nan
             yield from islice(reading.batches, reading.num_batches - 1)
             if self._reading is not reading:
-                raise UsageError(f"Microbatches: the loop over of_step({number}) was left; end one before another")
+                text = "end one before another, and before set_weights()"
+                raise UsageError(f"Microbatches: the loop over of_step({number}) was left; {text}")
             batch = next(reading.batches)
             reading.step = self.step = number + 1
             yield batch
@@ -263,8 +270,10 @@ class Microbatches:
         """Return the samples of ``rank`` (default: this rank) in ``steps``, for a loop that has a DataLoader of its own.
 
         ``DataLoader(dataset, batch_sampler=data.batch_sampler(range(begin, end)))`` has one batch per microbatch.  Set
-        :attr:`step` before a save: a DataLoader reads ahead of the loop.
-        Raises: UsageError for streams, which have no sample numbers; ConfigError for steps that do not follow each other.
+        :attr:`step` before a save: a DataLoader reads ahead of the loop.  Give Microbatches its ``num_workers`` too: a worker
+        then reads the samples that ranks compare, and files that the dataset opens at its first sample stay its own.
+        Raises: UsageError for streams, which have no sample numbers; ConfigError for steps that do not follow each other,
+            and for a rank that is not below ``num_ranks``.
         """
         if not self._source.order.lengths:
             raise UsageError("Microbatches.batch_sampler: streams have no sample numbers; read them with of_step()")
@@ -277,14 +286,18 @@ class Microbatches:
     def set_weights(self, number: int, weights: Mapping[str, float]) -> None:
         """Let the sources of a mixture have other weights from step ``number`` on; the state has the change.
 
-        Raises: ConfigError for a step that was read, for weights that are not numbers, and without a mixture.
+        Raises: ConfigError for a step that was read, for weights that are not numbers, and without a mixture; UsageError for
+            a step of a :meth:`batch_sampler` that is being read.
         """
-        order = self._source.order
+        order, own = self._source.order, self._sampler
         if number < max(self.step, 1) or len(order.lengths) < 2:
             raise ConfigError(
                 f"Microbatches.set_weights: step {number} of {len(order.lengths)} sources, expected a mixture, and step "
                 f"{max(self.step, 1)} or a later one, which was not read yet"
             )
+        if own is not None and own.is_used and number < own.steps.stop:
+            text = "whose samples are chosen; set weights before, or make samplers of fewer steps"
+            raise UsageError(f"Microbatches.set_weights: step {number} is of a batch_sampler {text}")
         order.weights[number] = whole_weights(weights, [*order.lengths])
         self._reading = None  # workers may have read beyond the step
 
@@ -309,7 +322,7 @@ class Microbatches:
             if saved.get(name) != own.get(name):
                 raise ConfigError(
                     f"Microbatches: the state is of other data: {name} is {saved.get(name)} there and {own.get(name)} here. "
-                    "Samples would not be those that follow; leave this entry out to begin with new data"
+                    f"Samples would not be those that follow; leave this entry out to begin with new data{_OWN_DRAWS}"
                 )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -322,6 +335,8 @@ class Microbatches:
         """Return the microbatches of this rank.  The first call on a process group compares the data of its ranks."""
         mesh, world = self._mesh, dist.group.WORLD
         if world is None:
+            self._world = lambda: None
+            self._source.identity()  # before samples are read, which may advance a generator of the dataset's own
             return own_microbatches(self.num_microbatches, 0, 1)
         ranks = range(world.size()) if mesh is None else mesh.mesh.flatten().tolist()
         own = own_microbatches(self.num_microbatches, ranks.index(dist.get_rank()), len(ranks))
@@ -334,7 +349,8 @@ class Microbatches:
     def _compare(self, groups: list[Any]) -> None:
         facts, error = list[str](), None
         try:
-            facts = [f"{name} {value}" for name, value in self._source.identity().items()]
+            its = self._source.identity().items()
+            facts = [f"{name} {value}{_OWN_DRAWS * name.startswith('dataset')}" for name, value in its]
         except Exception as raised:
             error = raised
         for group in groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +16,7 @@ from shardwise.errors import ArgumentTypeError, ConfigError
 from shardwise.one_host import RandomState, set_seed
 
 _NUM_DIGESTED = 100
+_MOST_DEPTH = 16  # of objects within a sample, which may contain each other
 
 
 class Mixture(ConcatDataset[Any]):
@@ -68,11 +70,19 @@ def digest_of_samples(dataset: Any) -> str:
     return digest.hexdigest()
 
 
-def _feed(digest: Any, value: Any) -> None:
-    """Add ``value`` to ``digest``, by what it holds; of an object that shows nothing of it, its class."""
+def _feed(digest: Any, value: Any, depth: int = 0) -> None:
+    """Add ``value`` to ``digest``, by what it holds; of an object that shows nothing of it, or raises, its class."""
     digest.update(f"{type(value).__name__};".encode())
+    if depth < _MOST_DEPTH:
+        with suppress(Exception):
+            _feed_contents(digest, value, depth + 1)
+
+
+def _feed_contents(digest: Any, value: Any, depth: int) -> None:
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
+        if value.is_floating_point() and value.itemsize == 1:  # numpy has no float8
+            value = value.view(torch.uint8)
         value = np.asarray(value.float() if value.dtype is torch.bfloat16 else value)
     if isinstance(value, Mapping):
         value = [*cast(Mapping[Any, Any], value).items()]
@@ -80,10 +90,10 @@ def _feed(digest: Any, value: Any) -> None:
         value = value.tolist()
     if isinstance(value, list | tuple):
         for each in cast(Sequence[Any], value):
-            _feed(digest, each)
+            _feed(digest, each, depth)
     elif isinstance(value, str | bytes | int | float | None):
         digest.update(repr(value).encode())
     elif hasattr(value, "tobytes"):  # arrays and images
         digest.update(f"{getattr(value, 'dtype', '')} {getattr(value, 'shape', '')};".encode() + value.tobytes())
     else:
-        _feed(digest, sorted(vars(value).items()) if hasattr(value, "__dict__") else None)
+        _feed(digest, sorted(vars(value).items()) if hasattr(value, "__dict__") else None, depth)

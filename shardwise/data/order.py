@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import chain, count
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,15 @@ _MOST_EXACT = 1 << 62  # larger products are computed as Python's integers
 
 
 def own_microbatches(num_microbatches: int, rank: int, num_ranks: int) -> range:
-    """Return the consecutive microbatches of a step that ``rank`` computes.  Raises: ConfigError if ranks cannot share equally.
+    """Return the consecutive microbatches of a step that ``rank`` computes.  Raises: ConfigError if ranks cannot share
+    equally, and for a rank that is none of them.
 
     Example:
         >>> own_microbatches(12, 1, 3)
         range(4, 8)
     """
+    if not 0 <= rank < num_ranks:
+        raise ConfigError(f"rank is {rank}, expected one of range({num_ranks}): num_ranks is {num_ranks}")
     if num_microbatches < 1 or num_microbatches % num_ranks:
         fit = [ranks for ranks in range(1, num_microbatches + 1) if num_microbatches % ranks == 0]
         raise ConfigError(
@@ -100,7 +104,7 @@ def whole_weights(weights: Mapping[str, Any], names: Sequence[str]) -> list[int]
     Raises: ConfigError unless they are numbers from 0 on, one for each name, and not all 0.
     """
     is_right = set(weights) == set(names) and all(
-        isinstance(each, int | float | Fraction) and 0 <= each < math.inf for each in weights.values()
+        isinstance(each, Real) and not isinstance(each, bool) and 0 <= each < math.inf for each in weights.values()
     )
     if not is_right or not any(weights.values()):
         raise ConfigError(

@@ -258,8 +258,7 @@ class StepMeter:
         self._passes: list[Any] | None = None  # those of the running step
         self._counting = ExitStack()
         self._sums = _Sums()
-        if self._peak_flops is not None:
-            model.register_forward_pre_hook(lambda _, *inputs: self._begin_pass(inputs), with_kwargs=True)
+        self._model = model
 
     def data(self, batches: Iterable[T]) -> Generator[T, None, None]:
         """Yield ``batches``; the wait for each counts as time for data, also inside of a step."""
@@ -284,6 +283,9 @@ class StepMeter:
         with ExitStack() as stack:
             passes = self._passes = []
             stack.callback(self._end_passes)
+            if self._peak_flops is not None:  # a model between steps can be pickled and copied
+                hook = self._model.register_forward_pre_hook(lambda _, *each: self._begin_pass(each), with_kwargs=True)
+                stack.callback(hook.remove)
             self._begin_pass()
             is_traced = self._device.type == "cpu" and (self.num_steps + 1) % self._every == 0
             traced = stack.enter_context(trace()) if is_traced else None
@@ -325,16 +327,21 @@ class StepMeter:
         other ranks, the longest of all ranks.  ``memory_bytes``, ``peak_memory_bytes``: the largest of all ranks.
         ``values``: their means.  None: not measured.
 
-        Raises: ConfigError for more than 16 values; DesyncError on every rank if they give other values; TransportError.
+        Raises: ConfigError for more than 16 values, and for one that is not a number, DesyncError then on the other ranks, and
+            on every rank if they give other values; TransportError.
         """
         sums, self._sums = self._sums, _Sums()
         names = sorted(values)
-        if own := sorted({*_FIGURES} & {*names}):
-            raise ConfigError(f"StepMeter: {own[0]} is a figure of its own, expected another name for the value")
-        if len(names) > _MOST_VALUES:
-            raise ConfigError(f"StepMeter: {len(names)} values, expected at most {_MOST_VALUES}")
         begin = time.perf_counter()
-        given = [_number(name, values[name]) for name in names]
+        given, wrong = list[float](), None
+        try:
+            if own := sorted({*_FIGURES} & {*names}):
+                raise ConfigError(f"StepMeter: {own[0]} is a figure of its own, expected another name for the value")
+            if len(names) > _MOST_VALUES:
+                raise ConfigError(f"StepMeter: {len(names)} values, expected at most {_MOST_VALUES}")
+            given = [_number(name, values[name]) for name in names]
+        except ConfigError as error:  # raised once the other ranks know
+            wrong = error
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             sums.step_s += time.perf_counter() - begin  # what the steps have launched and the device had not done
@@ -347,14 +354,16 @@ class StepMeter:
             sums.waits_s,
             *_memory(self._device),
         ]
-        row += [zlib.crc32(repr(names).encode()), *given, *[math.nan] * (_MOST_VALUES - len(given))]
+        row += [-1 if wrong else zlib.crc32(repr(names).encode()), *given, *[math.nan] * (_MOST_VALUES - len(given))]
         rows = _all(row, self._device)
+        if wrong is not None:
+            raise wrong
         checksums = [each[len(_OWN)] for each in rows]
         others = [rank for rank, each in enumerate(checksums) if each != checksums[0]]
         if others:
             raise DesyncError(
                 f"StepMeter: {format_ranks(others)} and rank 0 give other values; here they are {', '.join(names) or 'none'}. "
-                "Give the same names on every rank"
+                "Give the same names, and numbers, on every rank"
             )
         of = {name: [each[place] for each in rows] for place, name in enumerate(_OWN)}
         step_s, data_s = (
@@ -374,7 +383,7 @@ class StepMeter:
         }
         known: dict[str, float | None] = {name: None if math.isnan(value) else value for name, value in found.items()}
         for place, name in enumerate(names, len(_OWN) + 1):
-            known[name] = fmean([each[place] for each in rows])
+            known[name] = sum(each[place] for each in rows) / len(rows)  # fmean refuses inf and -inf together
         return known
 
     def _begin_pass(self, inputs: Any = ()) -> None:

@@ -22,7 +22,7 @@ from shardwise import torch_private
 from shardwise.arguments import check_kind
 from shardwise.checks.optimizers import after_optimizer_step, before_optimizer_step
 from shardwise.consistency.agreement import open_exchange
-from shardwise.consistency.store import Sketch, are_threads, sample_of
+from shardwise.consistency.store import Sketch, are_threads, digest_of, sample_of
 from shardwise.errors import ArgumentTypeError, ConfigError, StateError, TransportError
 from shardwise.fsdp.clip import Limit, Part, clip_parts, part_of, refuse_fixed_sums
 from shardwise.observe import note
@@ -83,12 +83,13 @@ def compare_gradients(params: Mapping[str, torch.Tensor]) -> Iterator[None]:
 
     Parameters of other names or shapes, such as those of stages, are not compared.  Raises: StateError if gradients differ.
     """
-    while (mine := _sketch_of(params)) is None:
+    while (mine := _sample_gradients(params)) is None:
         yield
+    own, own_bits = Sketch.of(mine[1]), digest_of(mine[1])
     world = dist.group.WORLD
     assert world is not None
     exchange = open_exchange(world, "gradients of plain parameters")
-    exchange.post("gradients", json.dumps([mine[0], astuple(mine[1])]))
+    exchange.post("gradients", json.dumps([mine[0], astuple(own), own_bits]))
     other = (exchange.rank + 1) % exchange.size
     for _ in range(_MOST_STEPS):
         text = exchange.collect("gradients", [other], 0.0).get(other)
@@ -97,20 +98,22 @@ def compare_gradients(params: Mapping[str, torch.Tensor]) -> Iterator[None]:
         yield
     else:
         return
-    names, sketch = json.loads(text)
+    names, sketch, bits = json.loads(text)
     theirs = Sketch(*sketch)
-    if names == mine[0] and not mine[1].distance(theirs) <= mine[1].tolerance:
+    # Gradients of the same bits may be NaN, as after an overflow on all ranks, and then have no distance.
+    if names == mine[0] and bits != own_bits and not own.distance(theirs) <= own.tolerance:
         raise StateError(
             "ShardedOptimizer: the gradients of plain parameters differ between ranks (at the first step: of norm "
-            f"{mine[1].norm:.6g} on rank {exchange.rank} and {theirs.norm:.6g} on rank {other}), and nothing averages them, so "
+            f"{own.norm:.6g} on rank {exchange.rank} and {theirs.norm:.6g} on rank {other}), and nothing averages them, so "
             "each rank trains a model of its own. Call fully_shard or replicate on the model before the optimizer is made, or "
-            "wrap it in DistributedDataParallel. Parameters that each rank is to train alone (experts, local steps) need no "
+            "wrap it in DistributedDataParallel. Stages of a pipeline need names of their own, such as f'{rank}.{name}'. "
+            "Parameters that each rank is to train alone (experts, local steps) need no "
             "ShardedOptimizer: use the class of torch.optim itself"
         )
 
 
-def _sketch_of(params: Mapping[str, torch.Tensor]) -> tuple[str, Sketch] | None:
-    """Return a digest of names and shapes, and a sketch of the gradients; None if there is no dense one."""
+def _sample_gradients(params: Mapping[str, torch.Tensor]) -> tuple[str, torch.Tensor] | None:
+    """Return a digest of names and shapes, and a sample of the gradients, 1-D float32; None if there is no dense one."""
     samples: list[torch.Tensor] = []
     facts: list[str] = []
     for name, param in params.items():
@@ -121,7 +124,7 @@ def _sketch_of(params: Mapping[str, torch.Tensor]) -> tuple[str, Sketch] | None:
             facts.append(f"{name} {tuple(param.shape)}")
     if not samples:
         return None
-    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16], Sketch.of(torch.cat(samples))
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16], torch.cat(samples)
 
 
 # ---- Optimizer backends: on slices, on slices with sums over ranks, or on whole matrices.

@@ -76,7 +76,7 @@ class Choices:
     """The options to choose from.
 
     Attributes:
-        strategies: as ``shardwise train --shard`` names them.
+        strategies: as ``shardwise train --shard`` names them.  replicas: with "hsdp"; None: several numbers are tried.
         unit_bytes: sizes up to which blocks are merged; sizes that give the same units count once.
         recompute, offload: whether to try without, with, or both.
         keep_blocks: where nothing fits without recomputation, as many blocks as fit may do without.
@@ -90,6 +90,7 @@ class Choices:
     """
 
     strategies: tuple[str, ...] = ("zero3", "hsdp", "ddp", "zero2", "zero1")
+    replicas: int | None = None
     unit_bytes: tuple[int, ...] = (DEFAULT_MIN_UNIT_BYTES, 64 << 20, 512 << 20, ONE_UNIT)
     recompute: tuple[bool, ...] = (False, True)
     keep_blocks: bool = False
@@ -279,7 +280,8 @@ class Search:
             )
             for strategy in choices.strategies:
                 if strategy == "hsdp":
-                    yield from (replace(base, strategy=strategy, replicas=each) for each in self._replicas(base))
+                    numbers = self._replicas(base) if choices.replicas is None else (choices.replicas,)
+                    yield from (replace(base, strategy=strategy, replicas=each) for each in numbers)
                 elif strategy == "zero3":
                     sized = (replace(base, strategy=strategy, min_unit_bytes=each) for each in choices.unit_bytes)
                     yield from self._distinct(sized)

@@ -555,7 +555,8 @@ def empty_copy(model: nn.Module) -> nn.Module:
     twins: dict[int, object] = {}
     for each in (*model.parameters(), *model.buffers()):
         empty = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
-        twins[id(each)] = nn.Parameter(empty, each.requires_grad) if isinstance(each, nn.Parameter) else empty
+        twins[id(each)] = twin = nn.Parameter(empty, each.requires_grad) if isinstance(each, nn.Parameter) else empty
+        torch_private.give_attributes(dict(torch_private.attributes_of(each)), twin)
     return copy.deepcopy(model, twins)
 
 
@@ -727,9 +728,9 @@ def dry_run(
                 f"{name} is a DTensor: plan the model before fully_shard, shard_model or replicate is called on it"
             )
     with ExitStack() as stack:
-        if split is not None:
-            model = stack.enter_context(split_copy(model, blocks, split))
-            families = tuple(families_of(model, frozenset()))
+        # The model may store fake tensors in its attributes.
+        model = empty_copy(model) if split is None else stack.enter_context(split_copy(model, blocks, split))
+        families = tuple(families_of(model, frozenset()))
         stack.enter_context(torch_private.fake_mode())
         stack.enter_context(torch.enable_grad())
         fakes = {id(param): _fake_parameter(param, precision) for param in model.parameters()}

@@ -73,16 +73,20 @@ class _VersionSaver(Saver):
         if not is_known or not is_alike or number >= self._anchor + self.options.anchor_every:
             self._last, self._anchor, self._copies = None, number, dict[str, torch.Tensor]()  # before others are made
         copied: Future[Sequence[memoryview]] = Future()
+        interrupt: BaseException | None = None
         try:
             job, chunks = self._encode(job, mine if self._last is not None else None)
             copied.set_result(chunks)
         except BaseException as error:  # raised where it is reported to all ranks
-            copied.set_exception(error)
+            interrupt = None if wait or isinstance(error, Exception) else error
+            copied.set_exception(CheckpointError(f"interrupted by {type(error).__name__}") if interrupt else error)
         if wait:
             self._write(job, copied.result)
         else:
             self._thread = Thread(target=self._run, args=(job, copied), name=f"shardwise-publish-{number}")
             self._thread.start()
+        if interrupt is not None:
+            raise interrupt
         return number
 
     def wait_for(self, num_readers: int, version: int, timeout_s: float) -> None:

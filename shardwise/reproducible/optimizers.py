@@ -31,7 +31,7 @@ class EqualSteps:
     Cost: a few steps on some hundred elements, for each param group and dtype of sharded parameters.  Where ends are stepped
     again, a copy of less than a vector of each parameter, gradient and state per step.
 
-    Raises: ConfigError if that is impossible; also when options are loaded.
+    Raises: ConfigError if that is impossible.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -46,10 +46,18 @@ class EqualSteps:
                 self._is_cut = lambda param: False  # an owner updates whole matrices
         self._steps_ends, self._twin = False, optimizer
         self._ends: dict[torch.Tensor, torch.Tensor] = {}
-        self._check()
-        optimizer.register_load_state_dict_post_hook(lambda _: self._check())
+        self._tried: list[object] = []
+        self.check()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Try the optimizer, unless its groups and their options apart from ``lr`` are those that were tried.
+
+        Raises: ConfigError.
+        """
+        groups = self._optimizer.param_groups
+        found: list[object] = [(repr({**options_of(each), "lr": 0}), [*map(id, each["params"])]) for each in groups]
+        if found == self._tried:
+            return
         tried, cls = dict[object, bool](), type(self._inner)
         for group in self._optimizer.param_groups:
             options = options_of(group)
@@ -65,11 +73,23 @@ class EqualSteps:
                         )
         if any(tried.values()) and not self._steps_ends:
             self._steps_ends = True
-            self._inner.register_step_pre_hook(self._take)
+            self._inner.register_step_pre_hook(self._take_in_closure)
             self._inner.register_step_post_hook(self._put)
+        self._tried = found
+
+    def _take_in_closure(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Return the arguments of a step that takes the ends after all other pre-hooks, and a closure, made gradients."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+
+        def closure_then_take() -> Any:
+            loss = None if closure is None else closure()
+            self._take(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": closure_then_take}
 
     @torch.no_grad()
-    def _take(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _take(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy the ends, their gradients and their state, before ``optimizer`` steps."""
         self._ends, groups, states = {}, list[dict[str, Any]](), dict[torch.Tensor, Any]()
         for group in optimizer.param_groups:
@@ -87,6 +107,8 @@ class EqualSteps:
         if self._ends:
             self._twin = _made(type(optimizer), groups)
             self._twin.state.update(states)
+            for name in ("grad_scale", "found_inf"):  # of a GradScaler, for fused steps
+                setattr(self._twin, name, getattr(optimizer, name, None))
 
     @torch.no_grad()
     def _put(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -96,7 +96,7 @@ class Reproducible:
                 raise ConfigError(
                     f"Reproducible: the optimizer has parameters of another model; give it those of this {type(model).__name__}"
                 )
-            EqualSteps(optimizer)
+        self._equal_steps = None if optimizer is None else EqualSteps(optimizer)
         self.place = BatchPlace(num_microbatches, num_shards, num_replicas, shard, replica)
         self.model, self._seed, self.step = model, seed, 0
         self.observer: StepObserver | None = None
@@ -123,12 +123,15 @@ class Reproducible:
             StateError: for a unit whose gradients were not reduced once in every microbatch, and for a buffer or a parameter
                 that was written.
             UsageError: in a loop over microbatches.
+            ConfigError: for options or groups of the optimizer that were changed, and by which its bits depend on shards.
         """
         place = self.place
         if place.number is not None:
             raise UsageError(
                 f"Reproducible.microbatches() was called in microbatch {place.number} of a loop over it; end that loop first"
             )
+        if self._equal_steps is not None:
+            self._equal_steps.check()  # options and groups may have changed
         for unit in self._units:
             _refuse(unit)
         for engine in self._engines():

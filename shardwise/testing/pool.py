@@ -74,7 +74,11 @@ def _serve(pipe: Connection, stack_path: str) -> None:
             return
         if task is None:
             return
-        pipe.send(_run_task(task))
+        answer = _run_task(task)
+        try:
+            pipe.send(answer)
+        except Exception:  # the result cannot be pickled
+            pipe.send(Answer(None, traceback.format_exc()))
         if not task.keeps_group:
             gc.collect()  # an ended group that is still referenced keeps threads, hundreds of which slow the machine down
             if len(sys.modules) != num_modules:  # garbage collection need not scan what modules reference again

@@ -393,6 +393,8 @@ class ZeroBackend:
         needed = self.consolidated is None or self.consolidated.to != to
         state = "the state is sent" if needed else f"rank {to} has the state: it was loaded, or consolidated before"
         self.agreement.agree(f"consolidate_state_dict(to={to})", [steps, state, *describe_params(self.local.groups)])
+        if to not in range(size := self.agreement.size):
+            raise ConfigError(f"consolidate_state_dict: to is {to}, expected a rank of the group, 0 to {size - 1}")
         if needed:
             self.local.push_options()
             self.consolidated = consolidate(self.local, self.agreement, to)

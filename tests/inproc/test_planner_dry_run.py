@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.distributed import device_mesh
 
 import shardwise
 from shardwise import ConfigError, fully_shard
+from shardwise.cli import train
 from shardwise.cli.main import main
 from shardwise.elastic.memory import copied_bytes
 from shardwise.formatting import format_bytes
@@ -55,6 +58,24 @@ def test_recomputation_keeps_the_inputs_of_blocks() -> None:
     assert again.flops > plain.flops
     some = dry_run(blocks(), [torch.empty(64, 32)], recompute=slice(1, -1))
     assert kept(some) == [*kept(again)[:2], kept(plain)[2]]
+
+
+class Rotary(nn.Linear):
+    """Stores a table in its first forward."""
+
+    table: Any = None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.ones(input.shape[-1])
+        return super().forward(input) * self.table + self.bias.shift  # pyright: ignore
+
+
+def test_a_model_that_stores_tensors_in_a_forward_has_none_of_a_dry_run() -> None:
+    model = Rotary(8, 8)
+    model.bias.shift = 1.0  # pyright: ignore[reportAttributeAccessIssue]
+    dry_run(model, [torch.empty(2, 8)])
+    assert model.table is None
 
 
 def test_gradients_come_once_for_each_parameter_and_blocks_in_reverse() -> None:
@@ -146,6 +167,16 @@ def test_the_command_plans_and_train_plans_before_it_runs(capsys: pytest.Capture
     assert "_shard(model, mesh=mesh" in capsys.readouterr().out
     assert main(["train", "--plan", "--nproc", "2", "--device", "cpu"]) == 0
     assert "on 2 ranks" in capsys.readouterr().out
+    words = ["train", "--plan", "--nproc", "8", "--device", "cpu", "--shard", "hsdp", "--replicas"]
+    for replicas, label in (("2", "hsdp 2x4"), ("4", "hsdp 4x2")):
+        assert main([*words, replicas]) == 0
+        assert label in capsys.readouterr().out
+    vocabularies = []
+    for vocabulary in (None, mock.Mock(size=5000)):
+        with mock.patch.object(train, "open_vocabulary", return_value=vocabulary) if vocabulary else nullcontext():
+            assert main(["train", "--plan", "--nproc", "2", "--device", "cpu"]) == 0
+        vocabularies.append(capsys.readouterr().out)
+    assert vocabularies[0] != vocabularies[1]
     assert main(["plan", "--model-from", "nowhere", "--ranks", "2"]) == 2
     assert "expected MODULE:FUNCTION" in capsys.readouterr().err
 

@@ -148,6 +148,7 @@ def test_places_without_checkpoints_are_named_in_one_line(tmp_path: Path, capsys
         ("verify", tmp_path): "has no checkpoint",
         ("show", tmp_path / "old"): "torch's own format (DCP)",
         ("show", tmp_path / "one", "--step", 3): "no checkpoint of step 3; it has: 1",
+        ("show", part.parent, "--step", 3): "is the checkpoint of step 1, not of --step 3",
         ("diff", tmp_path / "one", tmp_path / "none"): "no such folder",
     }
     for words, expected in cases.items():

@@ -58,6 +58,7 @@ def _fails(capsys: pytest.CaptureFixture[str], words: list[str], expected: str) 
         (["--shard", "zero1", "--tp", "2"], "--tp 2 does not go with --shard zero1"),
         (["--tp", "4"], "--tp 4 does not divide --heads 6"),
         (["--experts", "4", "--plan"], "--plan does not go with --experts 4"),
+        (["--transport", "gloo", "--plan"], "--plan does not go with --transport gloo"),
         (["--reproducible", "5"], "--reproducible 5 does not divide --batch 32"),
         (["--reproducible", "4", "--nproc", "3"], "--reproducible 4 microbatches cannot be shared equally by 3 data"),
         (["--reproducible", "4", "--accumulate", "2"], "--accumulate 2 does not go with --reproducible 4"),

@@ -122,10 +122,14 @@ def test_weights_of_many_digits_are_exact_over_many_samples() -> None:
     assert all(sum(n < 9 for n in each) == 1 for each in samples_of(thirds, range(10**9, 10**9 + 5)))
 
 
-@pytest.mark.parametrize("weights", [{"a": -1, "b": 2}, {"a": 0, "b": 0}, {"a": math.nan, "b": 1}, {"a": "1", "b": 1}])
+@pytest.mark.parametrize(
+    "weights",
+    [{"a": -1, "b": 2}, {"a": 0, "b": 0}, {"a": math.nan, "b": 1}, {"a": "1", "b": 1}, {"a": True, "b": 1}],
+)
 def test_weights_that_are_no_weights_are_refused(weights: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="weights are .*, expected a number from 0 on for each of a, b, not all 0"):
         Mixture({name: (range(3), weight) for name, weight in weights.items()})
+    assert Mixture({"a": (range(3), np.float32(0.5)), "b": (range(3), 1)}).weights == [1, 2]
 
 
 def test_weights_change_for_steps_to_come_and_for_a_mixture_alone() -> None:
@@ -138,6 +142,12 @@ def test_weights_change_for_steps_to_come_and_for_a_mixture_alone() -> None:
         data.set_weights(2, {"a": 1})
     data.set_weights(2, {"a": 1, "b": 0})
     assert max(next(data.of_step(2)).tolist()) < 3
+    sampler = data.batch_sampler(range(3, 6))
+    data.set_weights(4, {"a": 0, "b": 1})
+    assert [max(each) >= 3 for each in sampler] == [False, True, True]
+    with pytest.raises(UsageError, match="step 5 is of a batch_sampler whose samples are chosen"):
+        data.set_weights(5, {"a": 1, "b": 0})
+    data.set_weights(6, {"a": 1, "b": 0})
     with pytest.raises(ConfigError, match="step 9 of 1 sources"):
         Microbatches(range(3), num_microbatches=1, microbatch_size=1).set_weights(9, {"": 1})
 
@@ -147,6 +157,10 @@ def test_ranks_that_cannot_share_microbatches_equally_are_refused() -> None:
         ConfigError, match=r"num_microbatches is 12, which 5 data-parallel ranks cannot share equally; .* \[1, 2"
     ):
         own_microbatches(12, 0, 5)
+    data = Microbatches(range(9), num_microbatches=2, microbatch_size=2)
+    for rank, num_ranks in ((1, 1), (2, 2), (-1, 2)):
+        with pytest.raises(ConfigError, match=f"rank is {rank}, expected one of range.{num_ranks}.: num_ranks is"):
+            data.batch_sampler(range(1), rank, num_ranks)
 
 
 def test_a_sampler_serves_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -98,13 +99,36 @@ def test_ranks_that_have_other_data_are_told_before_they_read() -> None:
     for data, message in (
         (Microbatches(range(9), **sizes, seed=rank), "rank 0: seed 0; rank 1: seed 1"),
         (Microbatches(range(9 + rank), **sizes), "rank 0: dataset 9 samples, .*; rank 1: dataset 10 samples"),
-        (Microbatches([0, rank], **sizes), "rank 0: dataset 2 samples, .*; rank 1: dataset 2 samples"),
+        (Microbatches([0, rank], **sizes), "rank 0: dataset 2 samples, .*; rank 1: dataset 2 samples.* own generator"),
     ):
         with pytest.raises(DesyncError, match=f"Microbatches: ranks disagree. {message}"):
             next(data.of_step(0))
     broken = Microbatches([torch.ones(1)] if rank == 0 else {0: 1, 2: 3}, **sizes)
     with pytest.raises(DesyncError if rank == 0 else KeyError, match="" if rank else "rank 1 raised KeyError"):
         next(broken.of_step(0))
+
+
+class Opened(torch.utils.data.Dataset[tuple[bool, int]]):
+    """Opens its file, of one process each, at its first sample, and counts what this process has read."""
+
+    opened_by, num_read = 0, 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[bool, int]:
+        self.opened_by, self.num_read = self.opened_by or os.getpid(), self.num_read + 1
+        return self.opened_by == os.getpid(), self.num_read
+
+
+@on_ranks(2)
+def test_files_that_workers_open_are_their_own() -> None:
+    """The samples that ranks compare are read in a worker; and workers stay when the group is gone."""
+    data = Microbatches(Opened(), num_microbatches=4, microbatch_size=1, num_workers=1)
+    for step in range(2):
+        assert all(is_own for is_own, _ in data.of_step(step))
+    dist.destroy_process_group()
+    assert [int(num_read) for step in (2, 3) for _, num_read in data.of_step(step)] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def read_on_meshes() -> tuple[list[Any], list[Any]]:

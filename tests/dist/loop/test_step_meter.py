@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -203,6 +204,12 @@ def test_ranks_that_give_other_values_are_named_on_all() -> None:
     values = {"loss": 1.0} if dist.get_rank() == 0 else {"norm": 1.0}
     with pytest.raises(DesyncError, match="rank 1 and rank 0 give other values; here they are (loss|norm)"):
         train(StepMeter(net(), every=1), net(), 1, **values)
+    wrong = dist.get_rank() == 1
+    with pytest.raises(ConfigError if wrong else DesyncError, match="(norm is a str|Give the same names, and numbers)"):
+        train(StepMeter(net(), every=1), net(), 1, norm="a" if wrong else 1.0)
+    (found,) = train(StepMeter(net(), every=1), net(), 1, norm=torch.inf if wrong else -torch.inf)
+    assert found is not None
+    assert str(found["norm"]) == "nan"
 
 
 @on_ranks(2)
@@ -239,6 +246,12 @@ def test_one_process_without_a_group_logs_by_default(caplog: pytest.LogCaptureFi
     assert found["peak_memory_bytes"] >= (found["memory_bytes"] or 0)
     assert "step 1: " in caplog.text
     assert "loss=0.5" in caplog.text
+
+
+def test_a_model_between_steps_has_no_hooks() -> None:
+    model = net()
+    train(StepMeter(model, peak_flops=1e12), model, 1)
+    torch.save(model, io.BytesIO())
 
 
 def test_a_step_that_raises_does_not_count() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -447,15 +448,15 @@ def test_an_error_in_a_whole_matrix_is_named_on_all_ranks() -> None:
         ShardedOptimizer(bias, torch.optim.Muon)
 
 
-def _refused(model: nn.Module, prefix: str = "", num_steps: int = 4, averages: bool = False) -> list[str]:
+def _refused(model: nn.Module, prefix: str = "", num_steps: int = 4, scale: float = 0.0) -> list[str]:
     """Return the errors of steps of ShardedOptimizer while ranks train ``model`` on batches of their own."""
     optimizer = ShardedOptimizer({prefix + name: param for name, param in model.named_parameters()}, torch.optim.AdamW)
     found = list[str]()
     for step in range(num_steps):
         optimizer.zero_grad()
         _backward(model, 10 * step + dist.get_rank())
-        for param in model.parameters() if averages else ():
-            dist.all_reduce(param.grad)
+        for param in model.parameters() if scale else ():
+            dist.all_reduce(param.grad.mul_(scale))
         try:
             optimizer.step()
         except StateError as error:
@@ -477,7 +478,8 @@ def test_gradients_of_plain_parameters_that_nothing_averages_are_refused_on_ever
 def test_gradients_that_are_averaged_or_of_other_parameters_are_not_refused() -> None:
     assert _refused(nn.parallel.DistributedDataParallel(_model())) == []
     assert _refused(_sharded()) == []
-    assert _refused(_model(), averages=True) == []
+    for scale in (1.0, math.nan):
+        assert _refused(_model(), scale=scale) == []
     assert _refused(_model(), prefix=f"stage {dist.get_rank()}.") == []
 
 

@@ -413,6 +413,14 @@ def test_an_error_of_a_thread_that_writes_is_raised_by_the_next_call(tmp_path: P
         with pytest.raises(CheckpointError, match="Input/output error"):
             publisher.wait_for(0, 1)
     train(model, optimizer, [1])
+    is_interrupted = dist.get_rank() == 1
+    with (
+        mock.patch.object(torch.Tensor, "copy_", side_effect=KeyboardInterrupt) if is_interrupted else nullcontext(),
+        pytest.raises(KeyboardInterrupt) if is_interrupted else nullcontext(),
+    ):
+        publisher.publish(wait=False)
+    with pytest.raises(CheckpointError, match="interrupted by KeyboardInterrupt"):
+        publisher.wait_for(0, 1)
     publisher.publish(wait=False)
     publisher.close()
     assert_follows(engine, model, None)

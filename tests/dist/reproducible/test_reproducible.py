@@ -139,7 +139,46 @@ class Scaled(nn.Linear):
 
 
 @on_ranks(2)
-def test_options_that_are_loaded_keep_the_bits() -> None:
+def test_ends_are_stepped_as_the_rest_with_closures_hooks_and_scalers() -> None:
+    """They change or scale gradients after the pre-hooks that were registered first."""
+
+    def train(how: str) -> list[Any]:
+        torch.manual_seed(0)
+        model: Any = fully_shard(Scaled(10, 7))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+        fixed = Reproducible(model, optimizer, num_microbatches=2)
+        scaler = torch.amp.GradScaler("cpu", enabled=how == "scaler")
+        if how == "hook":
+            optimizer.register_step_pre_hook(lambda *_: [param.grad.neg_() for param in model.parameters()] and None)
+
+        def backward(factor: float = -1.0 if how == "hook" else 1.0) -> float:
+            optimizer.zero_grad()
+            for number in fixed.microbatches():
+                data = torch.randn(3, 10, generator=torch.Generator().manual_seed(number))
+                scaler.scale(model(data).square().sum() * factor).backward()
+            return 0.0
+
+        if how == "scaler":  # which skips this step
+            backward(torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+        for _ in range(3):
+            if how == "closure":
+                optimizer.step(backward)
+            else:
+                backward()
+                scaler.step(optimizer)
+                scaler.update()
+        return [param.full_tensor().tolist() for param in model.parameters()]
+
+    expected = train("plain")
+    for how in ("closure", "hook", "scaler"):
+        assert train(how) == expected, how
+
+
+@pytest.mark.parametrize("how", ["loaded", "set"])
+@on_ranks(2)
+def test_options_that_are_loaded_or_set_keep_the_bits(how: str) -> None:
     """A checkpoint restores fused=True, whose kernel rounds the end of a vectorized loop differently."""
     results: list[Any] = []
     for ranks in (1, 2):
@@ -150,7 +189,10 @@ def test_options_that_are_loaded_keep_the_bits() -> None:
         model: Any = shard_model(Scaled(65, 29), mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         fixed = Reproducible(model, optimizer, num_microbatches=2)
-        optimizer.load_state_dict(torch.optim.AdamW(model.parameters(), lr=0.05, fused=True).state_dict())
+        if how == "set":
+            optimizer.param_groups[0]["fused"] = True
+        else:
+            optimizer.load_state_dict(torch.optim.AdamW(model.parameters(), lr=0.05, fused=True).state_dict())
         assert optimizer.param_groups[0]["fused"]
         for _ in range(8):
             for _ in fixed.microbatches():

@@ -92,9 +92,15 @@ def test_more_ranks_than_the_pool_may_have_are_refused(pool: WorkerPool) -> None
         pool.run(_process, num_ranks=9)
 
 
+def _returns_function() -> object:
+    return lambda: None
+
+
 def test_a_failure_names_its_rank(pool: WorkerPool) -> None:
     with pytest.raises(RankFailure, match=r"rank 1 of 2[\s\S]*rank 1 was told to fail"):
         pool.run(_fail_on, rank=1)
+    with pytest.raises(RankFailure, match=r"rank 0 of 1[\s\S]*[Pp]ickl"):
+        pool.run(_returns_function, num_ranks=1, backend="none")
 
 
 def test_a_hang_gives_the_stack_and_the_pool_lives_on() -> None:

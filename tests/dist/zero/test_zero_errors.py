@@ -169,6 +169,9 @@ def test_other_calls_on_one_rank_are_named() -> None:
     assert "rank 1: consolidate_state_dict(to=0)" in text
     assert "add_param_group" in text
     zero.step()
+    for to in (-1, dist.get_world_size()):
+        text = _raises(lambda to=to: zero.consolidate_state_dict(to), ConfigError)
+        assert f"to is {to}, expected a rank of the group" in text
 
 
 @on_ranks(2, FOUR, timeout_s=60.0)
