@@ -39,7 +39,7 @@ def engine(folder: str, width: int) -> None:
     print(reader.version, loss_of(model, batch_of(width).bfloat16()).item())
 
 
-def main(steps: int = 50, width: int = 64) -> list[float]:
+def main(steps: int = 50, width: int = 64, num_engines: int = 2) -> list[float]:
     """Train, and publish every few steps; return the losses of this rank."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model = shard_model(build(width).to(device))
@@ -47,7 +47,7 @@ def main(steps: int = 50, width: int = 64) -> list[float]:
     places = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(places)
     command = [sys.executable, __file__, "engine", places[0], str(width)]
-    engines = [subprocess.Popen(command, stdout=-1) for _ in range(2 * (dist.get_rank() == 0))]  # -1: a pipe
+    engines = [subprocess.Popen(command, stdout=-1) for _ in range(num_engines * (dist.get_rank() == 0))]  # -1: a pipe
     publisher = WeightPublisher(model, places[0], dtype=torch.bfloat16, anchor_every=10)
     x, losses = batch_of(width).to(device), []
     for step in range(steps + 1):
@@ -55,7 +55,7 @@ def main(steps: int = 50, width: int = 64) -> list[float]:
         losses.append(loss.item())
         if step % 5 == 0 or step == steps:
             version = publisher.publish()  # each rank writes what has changed of its own shards
-            publisher.wait_for(2, version)  # before engines generate the next samples
+            publisher.wait_for(num_engines, version)  # before engines generate the next samples
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

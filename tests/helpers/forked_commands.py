@@ -51,8 +51,8 @@ class Forked:
     def kill(self) -> None:
         self._process.kill()
 
-    def wait(self) -> int:
-        self._process.join()
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
         return self._process.exitcode
 
 
@@ -152,6 +152,32 @@ def run_main_script(script: str, environment: dict[str, str], outputs: tuple[Pat
     _write_to(outputs)
     tempfile.tempdir = None  # of another TMPDIR
     run_code(["-c", f"import runpy; runpy.run_path({script!r}, run_name='__main__')"], environment)
+
+
+def start_torchrun(words: Sequence[str], environment: Mapping[str, str], log: Path) -> Forked:
+    """Start an agent of torchrun that forks its ranks, whose output and its own are appended to ``log``."""
+    context: Any = mp.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    process = context.Process(target=_run_torchrun, args=(list(words), dict(environment), log))
+    process.start()
+    return Forked(process)
+
+
+def _run_torchrun(words: list[str], environment: dict[str, str], log: Path) -> None:
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    def fork(_: object, words: Sequence[str], environment: Mapping[str, str]) -> Forked:
+        code = (
+            f"import runpy; runpy.run_path({words[2]!r}, run_name='__main__')"  # words: the interpreter and its option
+        )
+        return _fork_rank(["-c", code, *words[3:]], environment, launch.LaunchContext(own_sessions=True))
+
+    _write_to((log, log))
+    os.environ.clear()
+    os.environ.update(environment)
+    SubprocessHandler._popen = fork  # pyright: ignore
+    run.main(words)
 
 
 def _fork_rank(

@@ -11,6 +11,7 @@ from fake_accelerator.accelerator import FakeAccelerator
 from helpers.compare import local
 from helpers.models import batch_for, build, units_of
 from helpers.one_process import standing_for
+from helpers.pairs import checkered
 from torch import nn
 
 import shardwise
@@ -57,8 +58,7 @@ def run(kind: str, to: str, sleeps: bool) -> list[torch.Tensor]:
         return [local(each).detach().clone() for each in params]
 
 
-@pytest.mark.parametrize("to", ["host", "disk"])
-@pytest.mark.parametrize("kind", ["plain", "sharded optimizer", "replicate"])
+@pytest.mark.parametrize(("kind", "to"), checkered(["plain", "sharded optimizer", "replicate"], ["host", "disk"]))
 def test_memory_of_the_device_is_free_while_asleep_and_comes_back_to_the_bit(
     kind: str, to: str, tmp_path: Path
 ) -> None:

@@ -72,10 +72,10 @@ def begin_first(begin: Callable[[], object]) -> object:
     return begun
 
 
-def reduction_over(group: Group) -> tuple[Gradients, ExchangeLink, BufferPool]:
+def reduction_over(group: Group, numel: int = LARGE) -> tuple[Gradients, ExchangeLink, BufferPool]:
     pool = BufferPool(torch.device("cpu"))
     link = ExchangeLink(group, pool)
-    return Gradients(At(group.rank(), group.size(), pool), 1.0, (((2, LARGE), 0),)), link, pool
+    return Gradients(At(group.rank(), group.size(), pool), 1.0, (((2, numel), 0),)), link, pool
 
 
 @on_ranks(2)
@@ -116,8 +116,8 @@ def test_a_broadcast_that_is_half_done_is_not_waited_for() -> None:
 def test_a_rank_that_is_late_is_waited_for() -> None:
     with patient_group() as group:
         total = torch.ones(3)
-        for _ in range(2):
-            ends, link, _ = reduction_over(group)
+        for numel in (LARGE, 1 << 10):
+            ends, link, _ = reduction_over(group, numel)
             if dist.get_rank() == 1:
                 time.sleep(0.7)  # longer than a first look
             link.reduce_scatter(ends, Scale()).wait()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,11 +17,12 @@ import torch.distributed as dist
 from helpers import elastic_restarted
 from helpers.commands import clean_environment
 from helpers.elastic_program import NUM_STEPS, read_outcome
+from helpers.forked_commands import Forked, start_torchrun
 
 import shardwise
 from shardwise.errors import ConfigError
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", "--rdzv-backend", "c10d"]
+TORCHRUN = ["--local-addr", "127.0.0.1", "--rdzv-backend", "c10d"]
 KEEPER = "shardwise/elastic/keeper.py"
 
 
@@ -36,21 +35,19 @@ class Agents:
         self._port = listening.getsockname()[1]
         fd, limit = listening.detach(), timedelta(seconds=60)
         self._store = dist.TCPStore("127.0.0.1", self._port, None, True, limit, False, master_listen_fd=fd)
-        self.all: list[subprocess.Popen[bytes]] = []
+        self.all: list[Forked] = []
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self) -> Forked:
         """Start an agent, whose output goes to the file ``log``."""
         where = ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "run"]
         conf = ["--rdzv-conf", "is_host=0,last_call_timeout=1,keep_alive_interval=1"]
         words = [*TORCHRUN, *where, *conf, *self._words, elastic_restarted.__file__, json.dumps(self._settings)]
-        helpers = str(Path(elastic_restarted.__file__).parents[1])
-        environment = {**clean_environment(), "PYTHONPATH": helpers, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        environment = {**clean_environment(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        with (self.folder / "log").open("ab") as log:
-            self.all.append(subprocess.Popen(words, env=environment, stdout=log, stderr=log))
+        self.all.append(start_torchrun(words, environment, self.folder / "log"))
         return self.all[-1]
 
-    def wait(self, *agents: subprocess.Popen[bytes]) -> list[int]:
+    def wait(self, *agents: Forked) -> list[int]:
         """Return the exit codes of ``agents``, or of all."""
         return [each.wait(200) for each in agents or self.all]
 
@@ -85,7 +82,7 @@ def agents(folder: Path, words: Sequence[str], **settings: Any) -> Generator[Age
     finally:
         for each in found.all:
             with suppress(ProcessLookupError):
-                each.send_signal(signal.SIGKILL)
+                each.kill()
             each.wait()
     pids = [each.pid for each in found.all]
     deadline = time.monotonic() + 10

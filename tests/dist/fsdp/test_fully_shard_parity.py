@@ -65,9 +65,10 @@ def against_one_process(model: str, optimizer: str, reshard: bool | None, transp
 )
 def test_equals_one_process_on_the_whole_batch(optimizer: str, transport: Transport) -> None:
     with over(transport), parts_from(8):
-        for model in MODELS:
-            for reshard in (None, True, False) if optimizer == "sgd" else (None, False):
-                against_one_process(model, optimizer, reshard, transport)
+        for number, model in enumerate(MODELS):  # each meets every ``reshard``, with one optimizer or another
+            for index, reshard in enumerate((None, True, False)):
+                if ((number + index) % 3 == 0) == (optimizer != "sgd"):
+                    against_one_process(model, optimizer, reshard, transport)
 
 
 def run_against_peers(num_steps: int, transport: Transport) -> None:
@@ -85,7 +86,7 @@ def against_peers(num_steps: int, transport: Transport) -> None:
     if transport == "collective":  # gathers of one parameter copy nothing
         cases.append(("matrices", "adamw", True))
     if size == 2 and transport == "auto":
-        cases += [("plain", "adamw-fused", False), ("plain", "sgd", True), ("frozen", "adamw", True)]
+        cases += [("plain", "adamw-fused", False), ("plain", "sgd", True)]
     for name, optimizer, reshard in cases:
         theirs = build(name)
         for module in units_of(name, theirs):
@@ -114,9 +115,9 @@ def against_peers(num_steps: int, transport: Transport) -> None:
     [
         ("auto", 2),
         pytest.param("gloo", 2, marks=pytest.mark.exhaustive),  # to the bit as "auto": test_transports.py
-        pytest.param("collective", 2, marks=pytest.mark.exhaustive),
-        pytest.param("auto", 4, marks=pytest.mark.exhaustive),
-        ("collective", 4),
+        ("collective", 2),
+        pytest.param("auto", 4, marks=pytest.mark.exhaustive),  # test_reference.py has four ranks, too
+        pytest.param("collective", 4, marks=pytest.mark.exhaustive),
     ],
 )
 def test_equals_torch_fsdp2_to_the_bit_and_ddp(transport: Transport) -> None:

@@ -32,7 +32,7 @@ from shardwise.formatting import parse_size
 from shardwise.offload import fit
 from shardwise.planner.hardware import Setting
 
-WIDTH, BATCH, BLOCKS, STEPS = 128, 1024, 6, 2
+WIDTH, BATCH, BLOCKS, STEPS = 128, 1024, 5, 2
 
 
 class Block(nn.Module):
@@ -184,7 +184,7 @@ def test_what_cannot_fit_is_refused_by_all_ranks() -> None:
 def test_a_run_that_is_made_to_fit_has_the_losses_of_the_plain_one(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     text = write_text(tmp_path / "text")
-    words = [*COMMAND, *options(data=text, nproc=2, shard="zero3", layers=3, width=64, context=128, batch=48, steps=1)]
+    words = [*COMMAND, *options(data=text, nproc=2, shard="zero3", layers=2, width=64, context=128, batch=48, steps=1)]
     ended = run_forked([*words, "--out", str(tmp_path / "none"), "--memory", "1M"])
     assert ended.code == 2
     assert "MemoryLimit(1 MiB): Nothing fits" in ended.err

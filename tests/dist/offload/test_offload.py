@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers.compare import local
 from helpers.models import batch_for, build, units_of
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from torch import nn
 
 import shardwise
@@ -211,7 +211,7 @@ def test_other_models_dtypes_and_numbers_of_backwards_equal_the_plain_optimizer(
 
 
 @pytest.mark.parametrize("steps", STEPS)
-@on_ranks(1, 4)
+@on_ranks(1, FOUR)
 def test_any_number_of_ranks_equals_the_plain_optimizer(steps: int) -> None:
     report = both("mixed", "AdamW", OptimizerOffload(undo=True), steps, groups=GROUPS)
     assert report.num_updates == steps * report.num_units

@@ -61,10 +61,15 @@ def _assert_same(left: list[Any], right: list[Any]) -> None:
     assert left[1:] == right[1:]
 
 
+def each_second(api: str) -> slice:
+    """Return which pairs of classes state of ``api`` is loaded between: plain optimizers meet all of them."""
+    return slice(None) if api == "plain" else slice([*APIS].index(api) - 1, None, 2)
+
+
 @pytest.mark.parametrize("api", APIS)
 @on_ranks(2)
 def test_state_of_another_class_is_refused_before_anything_changes(tmp_path: Path, api: str) -> None:
-    for number, (kind, options, other, other_options, text) in enumerate(OTHERS):
+    for number, (kind, options, other, other_options, text) in enumerate(OTHERS[each_second(api)]):
         folder, model = tmp_path / str(number), _model(api)
         optimizer = APIS[api](model, kind, options)
         _step(model, optimizer)
@@ -110,7 +115,7 @@ def test_state_that_torch_takes_over_is_taken_over(tmp_path: Path, api: str) -> 
         (torch.optim.AdamW, {}, MyAdamW, {}),
         (MyAdamW, {}, torch.optim.AdamW, {}),
     ]
-    for number, (kind, options, other, other_options) in enumerate(fine):
+    for number, (kind, options, other, other_options) in [*enumerate(fine)][each_second(api)]:
         folder, model = tmp_path / str(number), _model(api)
         model.bias.requires_grad_(number != 2)  # a parameter that has never stepped has no state
         optimizer = APIS[api](model, kind, options)

@@ -26,7 +26,7 @@ from shardwise.prove.run import compare_folders
 from shardwise.prove.sketch import sketches_of
 
 PROVE = [*COMMAND[: COMMAND.index("train")], "prove"]
-QUICK = ("hook_divides_again", "rate_by_rank", "divided_by_hand", "shard_model")
+QUICK = ("rate_by_rank", "divided_by_hand", "shard_model")
 
 
 def prove(folder: Path, text: str, ranks: int, options: Sequence[str] = ()) -> Ended:

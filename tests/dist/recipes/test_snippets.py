@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.ranks import on_ranks
@@ -35,9 +36,10 @@ def test_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_examples_learn(tmp_path: Path) -> None:
+    more: dict[str, dict[str, Any]] = {name: {"folder": str(tmp_path / name)} for name in ("resume", "zero2")}
+    more["publish_weights"] = {"num_engines": 1}  # a new interpreter
     for name in sorted({example.stem for example in EXAMPLES} - {*EXAMPLES_OF_CLIENTS, *RECIPES_OF_CLIENTS}):
-        folder = {"folder": str(tmp_path / name)} if name in ("resume", "zero2") else {}
-        losses = main_of_example(name)(**folder, steps=5, width=16)
+        losses = main_of_example(name)(**more.get(name, {}), steps=5, width=16)
         assert losses[-1] < losses[0], f"{name}: {losses}"
 
 

@@ -161,7 +161,7 @@ def _unit_names(printed: str) -> list[str]:
     return [line.split()[0] for line in lines[start + 1 : stop]]
 
 
-LIKE_OTHERS = ("hybrid", "replicate-tp", "none")  # other tests and cases have what these have
+LIKE_OTHERS = ("hybrid", "replicate", "replicate-tp", "none")  # other tests and cases have what these have
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from shardwise.testing import WorkerPool
 sys.path.append(str(ROOT / "benchmarks"))  # here and in the workers that import this file
 import bench
 import bench_contenders
-from bench_contenders import CONTENDERS, BenchConfig, BenchShape, Setup, choose_names
+from bench_contenders import CONTENDERS, BenchConfig, BenchShape, Contender, Setup, choose_names
 from bench_timing import RankTimes, time_steps
 
 FP32_BYTES = 4
@@ -37,15 +38,15 @@ def _no_communication(model: GPT, _: Setup) -> nn.Module:
 def time_with_a_wrong_api(config: BenchConfig) -> RankTimes:
     """Runs on every rank: one contender forgets to communicate."""
     wrong = dataclasses.replace(CONTENDERS["shardwise full"], wrap=_no_communication)
-    return time_steps(config, {**CONTENDERS, wrong.name: wrong})
+    return time_steps_of_little(config, {**CONTENDERS, wrong.name: wrong})
 
 
-def time_steps_of_little(config: BenchConfig) -> RankTimes:
+def time_steps_of_little(config: BenchConfig, *contenders: Mapping[str, Contender]) -> RankTimes:
     """Time a model that is smaller than every shape of the command.  Runs on every rank."""
     little = BenchShape(ModelShape(layers=2, width=32, heads=2, context=16), grouped_blocks=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench_contenders, "SHAPES", {"small": little})
-        return time_steps(config)
+        return time_steps(config, *contenders)
 
 
 def test_a_contender_that_does_not_communicate_is_found(pool: WorkerPool) -> None:

@@ -21,15 +21,12 @@ JOBS = [
     transacting(faulty(Program("replicate", "auto"), 2, "raise", "optimizer step", rank=1), "retry"),
     faulty(Program("zero1", "auto"), 2, "SIGINT", "consolidation", rank=1),
     faulty(Program("zero2", "auto"), 2, "kill", "reduction", rank=0, store="tcp"),
-    faulty(Program("fully_shard", "auto"), 2, "late", "forward", rank=0),
     faulty(
         Program("fully_shard", "auto", ranks_per_host=2), 4, "kill", "init", rank=1
     ),  # the other host sees nothing of it
-    faulty(Program("fully_shard", "auto", ranks_per_host=2), 4, "raise", "backward", rank=2),
     # Those of the other host wait in a meeting for rank 0, which cannot see rank 2.
     faulty(Program("zero1", "auto", ranks_per_host=2), 4, "kill", "evaluation", rank=2),
     diverging(Program("fully_shard", "auto"), 2, "width"),
-    diverging(Program("zero2", "auto"), 2, "frozen"),
     diverging(Program("whole_matrix", "auto"), 2, "extra block"),
 ]
 
@@ -44,6 +41,9 @@ MORE = [
     faulty(Program("fully_shard", "auto", ranks_per_host=2), 4, "kill", "between steps", rank=1),
     faulty(Program("fully_shard", "auto", ranks_per_host=2), 4, "late", "forward", rank=3),
     faulty(Program("fully_shard", "gloo"), 2, "kill", "reduction", rank=0),
+    faulty(Program("fully_shard", "auto"), 2, "late", "forward", rank=0),
+    faulty(Program("fully_shard", "auto", ranks_per_host=2), 4, "raise", "backward", rank=2),
+    diverging(Program("zero2", "auto"), 2, "frozen"),  # test_fully_shard_desync.py
     elastic(4),
 ]
 CASES = [*JOBS, *(pytest.param(job, marks=pytest.mark.exhaustive) for job in MORE)]

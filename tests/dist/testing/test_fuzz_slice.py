@@ -36,7 +36,10 @@ def runner() -> Iterator[Runner]:
 
 
 IN_MIXED = ("accumulation", "copies")  # the area "mixed" draws what they draw
-FIRST = [(area, SEEDS[area][0]) for area in AREAS if area not in IN_MIXED]
+# Tests beside one process have what their programs draw: test_compiled.py, test_meta_models.py, test_reference.py (precision),
+# and the folders checkpoint, optim, zero and offload.
+HAVE_TESTS = ("compiled", "meta", "precision", "resume", "optimizers", "zero", "offload")
+FIRST = [(area, SEEDS[area][0]) for area in AREAS if area not in (*IN_MIXED, *HAVE_TESTS)]
 OTHERS = [(area, seed) for area in AREAS for seed in SEEDS[area] if (area, seed) not in FIRST]
 
 

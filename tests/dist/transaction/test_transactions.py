@@ -72,7 +72,7 @@ def assert_all_undone(api: str, transport: str, places: Sequence[str], rank: int
 
 
 # An API is struck at every second place, each place behind every second API.
-LIKE_OTHERS = ("elementwise", "shard_model")  # what they change, fully_shard and whole matrices change too
+LIKE_OTHERS = ("elementwise", "shard_model", "zero2")  # what they change, fully_shard and whole matrices change too
 STRUCK = [(api, (number + half) % 2, half) for number, api in enumerate(APIS) for half in (0, 1)]
 
 
