@@ -274,9 +274,9 @@ def _plain(optimizer_class: type[Optimizer]) -> Any:
     def state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> Any:  # whatever its form was to be
         return optimizer_class.state_dict(self)
 
-    methods = {"state_dict": state_dict, "full_state_dict": state_dict, "clip_grad_norm_": clip}
-    methods["join_process_group"] = PlainModule.join_process_group
-    return type(optimizer_class.__name__, (optimizer_class,), {**methods, "consolidate_state_dict": NOTHING})
+    methods: dict[str, Any] = {"state_dict": state_dict, "full_state_dict": state_dict, "clip_grad_norm_": clip}
+    methods |= {"consolidate_state_dict": NOTHING, "join_process_group": PlainModule.join_process_group}
+    return type(optimizer_class.__name__, (optimizer_class,), methods)
 
 
 _OF_ZERO = {"process_group", "parameters_as_bucket_view", "overlap_with_ddp", "partition", "mixed_dtypes"}

@@ -261,6 +261,7 @@ def _outcome(job: Job, rank: int, store: str, folder: str, pipe: Connection) -> 
         program = DIVERGENCES[job.divergence](program)
     per_host = program.ranks_per_host
     set_wait_report(_STALL_S)
+    digest = ""
     try:
         _join(job, rank, store)
         where = on_host(f"host {rank // per_host}") if per_host else contextlib.nullcontext()

@@ -53,7 +53,8 @@ class Prover:
                     self._pools[key].replace()
                     own = [each for each in errors if "TransportError" not in each] or errors
                     return "fails by itself" if role == "tested" else "not proven", own[0].splitlines()[-12:]
-            verdict = judge(Comparison(*[Recording.read(Path(folder, role)) for role in ROLES], ProveOptions()))
+            tested, plain, moved = [Recording.read(Path(folder, role)) for role in ROLES]
+            verdict = judge(Comparison(tested, plain, moved, ProveOptions()))
         return ("right", "wrong", "not proven")[verdict.code], verdict.lines()
 
 
