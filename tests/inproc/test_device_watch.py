@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest import mock
 
 import pytest
 import torch
@@ -115,21 +114,21 @@ class FakeStream:
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The streams that were made current, in place of a call that needs an accelerator."""
+    """The streams that were made current, in place of calls that need an accelerator."""
     made = list[Any]()
     monkeypatch.setattr(torch.accelerator, "set_stream", made.append)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return made
 
 
 def test_a_stream_is_asked_on_its_device_and_not_while_it_is_captured(
     current: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream, is_capturing = FakeStream(), mock.Mock(return_value=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", is_capturing)
+    stream = FakeStream()
     stuck_s = StreamProgress(cast(Any, stream))
     assert stuck_s() < 0.1
     assert current == [stream]
-    is_capturing.return_value = True
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(stream, "record_event", None)  # would become part of the graph
     assert stuck_s() == 0.0
 
