@@ -84,7 +84,7 @@ def test_all_reduce_sums_in_place_with_the_stated_scale() -> None:
                 assert torch.equal(found, expected / (divisor or way.size)), (name, scale)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_sums_in_place_do_not_mix_however_long_they_are_and_in_whatever_order_they_are_waited_for() -> None:
     """Of no elements, of one, of more than are shared by all, of more chunks than there are slots."""
     for name in ways():
@@ -148,7 +148,7 @@ def test_sums_of_many_replicas_are_the_same_bits_on_every_rank_and_in_rank_order
         assert torch.equal(found, total / 3.0)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_one_rank_whose_collectives_are_watched_sends_all_sums_to_the_backend() -> None:
     with way_over("shared memory") as way:
         assert isinstance(way.comm, GroupCommunicator)
@@ -319,7 +319,7 @@ def test_a_warm_span_allocates_nothing() -> None:
             assert counts == counts[:1] * 3, name
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_spans_that_all_ranks_leave_by_an_exception_leave_the_next_one_working() -> None:
     for name in ways():
         with way_over(name) as way:

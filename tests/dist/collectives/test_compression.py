@@ -74,7 +74,7 @@ def apis(num_ranks: int) -> dict[str, Any]:
     return found
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_gradients_are_within_half_a_step_of_each_rank_and_small_ones_are_exact(num_ranks: int) -> None:
     for name, shard in apis(num_ranks).items():
         model, plain = twins()

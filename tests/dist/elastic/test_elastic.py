@@ -59,7 +59,9 @@ def assert_undisturbed(folder: Path, ended: Ended) -> dict[str, Any]:
         pytest.param("all-gather", "fully_shard", "gloo", marks=pytest.mark.exhaustive),
         ("reduction", "replicate", "auto"),
         ("optimizer step", "zero", "auto"),
-        ("elastic commit", "fully_shard", "auto"),
+        pytest.param(
+            "elastic commit", "fully_shard", "auto", marks=pytest.mark.exhaustive
+        ),  # the tests below kill there
     ],
 )
 def test_survivors_make_the_step_again_wherever_a_rank_was_killed(
@@ -178,7 +180,9 @@ def test_a_rank_that_nothing_can_interrupt_is_ended_and_replaced(tmp_path: Path)
     assert len(more["worlds"]) == 5, "another process makes steps 3 to 7, from the memory of both"
 
 
-@pytest.mark.parametrize("how", ["stop", "spin", pytest.param("sleep", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "how", ["spin", *(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("stop", "sleep"))]
+)
 @pytest.mark.parametrize(
     "kills", [[], pytest.param([[2, 500, 3]], marks=pytest.mark.exhaustive)], ids=["alone", "after a loss"]
 )

@@ -249,8 +249,8 @@ CHANGES: dict[str, Callable[[Any], nn.Module]] = {
     ("change", "transport", "num_ranks"),
     [
         ("compiled", "collective", 2),
-        ("method", "collective", 4),
-        ("after a join", "auto", 4),
+        ("method", "collective", 2),
+        ("after a join", "auto", 2),
     ],
 )
 @on_ranks()
@@ -264,7 +264,7 @@ def test_offloaded_parameters_train_as_one_process() -> None:
     check(towers(2), sharded("collective", offload_policy=CPUOffloadPolicy()))
 
 
-@pytest.mark.parametrize(("setting", "num_ranks"), [("sync", 2), ("sync of some ranks", 4), ("last backward", 2)])
+@pytest.mark.parametrize(("setting", "num_ranks"), [("sync", 2), ("sync of some ranks", 2), ("last backward", 2)])
 @on_ranks()
 def test_accumulation_over_backwards_trains_as_one_process(setting: str) -> None:
     model = sharded("collective")

@@ -165,9 +165,9 @@ def test_train_parity_hsdp() -> None:
     size = dist.get_world_size()
     shards = 2 if size > 2 else 1
     mesh = init_device_mesh("cpu", (size // shards, shards), mesh_dim_names=("replicate", "shard"))
-    for reshard, recomputes, width, sync_last in pairwise(
-        (False, True), (False, True), (17,) if size == 2 else (3, 16), (True, False)
-    ):
+    widths = (17, 17) if size == 2 else (3, 16)
+    cases = (False, True, widths[0], True), (True, False, widths[0], False), (False, True, widths[1], False)
+    for reshard, recomputes, width, sync_last in cases:
         torch.manual_seed(42)
         model = nn.Sequential(
             nn.LayerNorm(width, bias=False), MLP(width, dim_multiplier=3), MLP(width), MLP(width, dim_multiplier=3)

@@ -38,7 +38,7 @@ def units_go_their_own_ways(model: Any, microbatch: int) -> None:
 
 
 @pytest.mark.parametrize("older", [False, True])
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_units_of_other_scales_syncs_and_sums_train_as_alone(older: bool) -> None:
     options: dict[str, Any] = {"device_ids": None} if older else {}
     model = replicated(6, **options)

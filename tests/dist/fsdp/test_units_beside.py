@@ -68,7 +68,9 @@ def step_of(model: Any, optimizer: torch.optim.Optimizer, number: int, reference
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("reshard", "recomputes"), [(None, False), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("reshard", "recomputes"), [pytest.param(None, False, marks=pytest.mark.exhaustive), (True, True), (False, False)]
+)
 @on_ranks(4)
 def test_they_train_as_the_plain_model_and_so_does_a_copy(reshard: bool | None, recomputes: bool) -> None:
     meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))

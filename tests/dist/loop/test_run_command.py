@@ -48,7 +48,7 @@ dist.init_process_group()
 total = torch.ones(())
 dist.all_reduce(total)
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS")
-found = {name: os.environ[name] for name in names}
+found = {name: os.environ.get(name) for name in names}
 found |= {"elastic": dist.is_torchelastic_launched(), "name": __name__, "words": sys.argv[1:], "sum": total.item()}
 open(f"{sys.argv[-1]}/rank-{found['RANK']}", "w").write(json.dumps(found))
 dist.destroy_process_group()
@@ -95,19 +95,24 @@ def are_gone(pids: Sequence[int]) -> bool:
     return not any(map(is_alive, pids))
 
 
-def test_ranks_of_a_module_are_told_what_torchrun_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("started", "num_ranks"), [(run_forked, 2), (run, 1)], ids=["forked", "new interpreters"])
+def test_ranks_of_a_module_are_told_what_torchrun_tells_them(
+    started: Callable[..., Ended], num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("VALUE = 1\n")
     (tmp_path / "package" / "program.py").write_text(IS_TOLD)
     monkeypatch.chdir(tmp_path)
-    words = [*RUN, "-n", "2", "-m", "package.program", "--lr", "3", "-n", "9", str(tmp_path)]
-    ended = run(["env", "-u", "OMP_NUM_THREADS", *words], TMPDIR=str(tmp_path))  # other tests fork their commands
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    words = ["-n", str(num_ranks), "-m", "package.program", "--lr", "3", "-n", "9", str(tmp_path)]
+    ended = started([*RUN, *words], TMPDIR=str(tmp_path))
     assert (ended.code, ended.err) == (0, "")
-    for rank in range(2):
+    size, threads = str(num_ranks), "1" if num_ranks > 1 else None  # one rank has all cores
+    for rank in range(num_ranks):
         assert json.loads((tmp_path / f"rank-{rank}").read_text()) == {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
-            "OMP_NUM_THREADS": "1", "elastic": True, "name": "__main__", "words": ["--lr", "3", "-n", "9", str(tmp_path)],
-            "sum": 2.0,
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0",
+            "OMP_NUM_THREADS": threads, "elastic": True, "name": "__main__", "words": ["--lr", "3", "-n", "9", str(tmp_path)],
+            "sum": float(size),
         }  # fmt: skip
 
 

@@ -172,7 +172,7 @@ def test_memory_goes_to_the_system_and_does_not_grow(tmp_path: Path) -> None:
     model = large()
     step_large(model)
     after, num_bytes = list[int](), 3 * 4 * 512 * 512 * 4
-    for _ in range(12):
+    for _ in range(8):
         awake = resident_bytes()
         with shardwise.asleep(*model, to=tmp_path) as slept:
             left = awake - resident_bytes()

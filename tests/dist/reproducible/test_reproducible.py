@@ -104,21 +104,21 @@ def assert_same_bits(shapes: list[tuple[int, int]], *args: Any) -> None:
         ("zero1", even, torch.float32, 6),  # its vectors end differently in few elements
     ],
 )
-@on_ranks(4)
+@on_ranks(3)
 def test_the_bits_do_not_depend_on_the_number_of_ranks(
     strategy: str, make: Make, dtype: torch.dtype, steps: int
 ) -> None:
-    assert_same_bits([(1, 0), (2, 0), (3, 0), (4, 0)], strategy, make, dtype, steps)
+    assert_same_bits([(1, 0), (2, 0), (3, 0)], strategy, make, dtype, steps)
 
 
 @on_ranks(4)
 def test_whole_matrices_have_the_same_bits() -> None:
-    assert_same_bits([(1, 0), (3, 0), (4, 0)], "zero3", muon, torch.float32)
+    assert_same_bits([(1, 0), (4, 0)], "zero3", muon, torch.float32)
 
 
 @on_ranks(4)
 def test_replicas_of_shards_have_the_same_bits() -> None:
-    assert_same_bits([(1, 1), (2, 2), (4, 2), (3, 3)], "hsdp", adamw, torch.float32)
+    assert_same_bits([(1, 1), (4, 2), (3, 3)], "hsdp", adamw, torch.float32)
 
 
 def test_a_run_that_is_resumed_at_other_numbers_of_ranks_has_the_same_bits(pool: WorkerPool, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_uneven_inputs_train_as_with_ddp_when_gradients_are_set(partition: str) 
         torch.testing.assert_close(p, expected)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 @pytest.mark.parametrize("partition", ["whole", "even"])
 def test_a_joined_rank_gets_the_gradients_of_its_share(partition: str) -> None:
     """Nobody sets gradients here: a joined rank gets those of its share from an active one."""

@@ -53,15 +53,16 @@ def _full_state(kind: str, optim: Any, to: int) -> Any:
 
 @on_ranks(2, FOUR)
 def test_state_of_any_partition_and_of_plain_optimizers_is_exchanged() -> None:
-    """Any of plain, torch's, whole and even loads what any other saves, and goes on as if nothing happened."""
+    """Each of plain, torch's, whole and even loads what another saves, and goes on as if nothing happened."""
     reference = AnyOrder()
     plain = _make("plain", reference)
     for index in range(5):
         _step(reference, plain, index)
     last = dist.get_world_size() - 1
-    for saver, loader in product(("plain", "torch", "whole", "even"), repeat=2):
-        if "whole" not in (saver, loader) and "even" not in (saver, loader):
-            continue
+    for saver, loader in (
+        *(("plain", "whole"), ("whole", "torch"), ("torch", "even")),
+        *(("even", "plain"), ("whole", "even"), ("even", "whole")),
+    ):
         model = AnyOrder()
         optim = _make(saver, model)
         for index in range(3):
