@@ -82,7 +82,7 @@ class Recording:
             place = line["step"], line["optimizer"]
             for name, unit in line.get("units", {}).items():
                 run.units.setdefault(name, {})[rank] = unit
-            run.facts |= {"signs": line.get("signs"), **line.get("facts", {})}
+            run.facts |= line.get("facts", {}) | {"signs": line.get("signs", run.facts.get("signs"))}
             row = run.rows.setdefault(place, {})
             for name, values in line.get("numbers", {}).items():
                 row.setdefault(Key("number", 0, "", name), {})[rank] = np.array(values)

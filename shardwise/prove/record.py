@@ -16,7 +16,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -178,7 +177,8 @@ class RunRecorder:
             register_optimizer_step_post_hook(self._after_step),
         ):
             stack.callback(hook.remove)
-        stack.enter_context(patch.object(torch.autograd, "backward", backward))
+        torch.autograd.backward = backward
+        stack.callback(setattr, torch.autograd, "backward", original)
         return stack
 
     # ---- entries
@@ -208,8 +208,7 @@ class RunRecorder:
         """Append the entries to this rank's file, and begin with none."""
         path = self.terms.path("rank-{}.jsonl")
         with open_append(path.parent, path.name) as file:
-            line = {"step": step, "optimizer": optimizer, "signs": SIGNS, **facts, "values": self.take()}
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps({"step": step, "optimizer": optimizer, **facts, "values": self.take()}) + "\n")
 
     # ---- forward
 
@@ -248,7 +247,7 @@ class RunRecorder:
             self.add("initial", params)
             facts = self.start(index)
             self.add("parameter", params)
-        self.write(-1, index, **facts)
+        self.write(-1, index, signs=SIGNS, **facts)
 
     def start(self, index: int) -> dict[str, Any]:
         """Keep the values of a model for the plain run; return facts of the recording.  Collective if they are sharded."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -58,7 +59,7 @@ def _signs(places: torch.Tensor, salt: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @functools.lru_cache(4096)
-def _tables(box: Box, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _tables(box: Box, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return signs of rows, blocks and columns, whose product an element has.
 
     Columns are trailing dimensions.  Rows are the others; a fixed number of them is a block of the full tensor.  Rows have one
@@ -66,9 +67,7 @@ def _tables(box: Box, device: torch.device, dtype: torch.dtype) -> tuple[torch.T
 
     Shape: (blocks here, 1, rows of each), (sums, 1, blocks here), (sums, columns).
     """
-    cut = len(box.shape)
-    while cut and math.prod(box.shape[cut:]) < _MIN_COLUMNS:
-        cut -= 1
+    cut = next((at for at in range(len(box.shape), 0, -1) if math.prod(box.shape[at:]) >= _MIN_COLUMNS), 0)
     rows, columns = (Box(*(each[part] for each in box)) for part in (slice(cut), slice(cut, None)))
     total, first = math.prod(rows.shape), math.prod(rows.shape[1:]) * sum(rows.offsets[:1])
     size = next((total // number for number in _BLOCKS if total and total % number == 0), 1)
@@ -77,7 +76,7 @@ def _tables(box: Box, device: torch.device, dtype: torch.dtype) -> tuple[torch.T
     places = _places(rows, device)
     of_rows = _signs(places, 2, dtype)[0].reshape(-1, 1, step)
     of_blocks = _signs(places[::step] // size, 3, dtype)[:, None]
-    return of_rows, of_blocks, _signs(_places(columns, device), 1, dtype)
+    return [of_rows, of_blocks, _signs(_places(columns, device), 1, dtype)]
 
 
 def _real(values: torch.Tensor, box: Box) -> tuple[torch.Tensor, Box]:
@@ -97,7 +96,8 @@ def sketch(stack: torch.Tensor, box: Box) -> torch.Tensor:
     of_rows, of_blocks, of_columns = _tables(box, values.device, dtype)
     num, (blocks, _, step), columns = len(stack), of_rows.shape, of_columns.shape[1]
     flat = values.to(dtype).reshape(num, blocks * step * columns)
-    added = (of_rows @ flat.view(num, blocks, step, columns)).view(num * blocks, columns)
+    of_rows = of_rows.expand(num, blocks, 1, step).reshape(num * blocks, 1, step)
+    added = torch.bmm(of_rows, flat.view(num * blocks, step, columns)).view(num * blocks, columns)
     sums = ((of_columns @ added.t()).view(NUM_SUMS, num, blocks) * of_blocks).sum(2, dtype=torch.float64)
     # Of one tensor, torch.dot: vecdot writes the squares of all.
     squares = torch.dot(flat[0], flat[0]) if num == 1 else torch.linalg.vecdot(flat, flat)
@@ -124,8 +124,7 @@ _parts: dict[object, Part | None] = {}  # by shape, placements and mesh of a DTe
 def _part_of(tensor: torch.Tensor) -> Part | None:
     """Return the part of a tensor on this rank; None for what has no values: on meta, or partial sums."""
     if not isinstance(tensor, DTensor):
-        shape = tuple(tensor.shape)
-        return None if tensor.is_meta else (Box(shape, (0,) * len(shape), shape), ())
+        return None if tensor.is_meta else (Box(tensor.shape, (0,) * tensor.ndim, tensor.shape), ())
     mesh = tensor.device_mesh
     key = tensor.shape, tensor.placements, mesh
     if key not in _parts:
@@ -156,7 +155,8 @@ def sketches_of(tensors: Named, like: Named = NOTHING, exact: bool = False) -> S
     found: Sketches = {}
     for ((box, owners), *_), members in stacks.items():
         first, *others = members.values()
-        with torch.autocast(first.device.type, enabled=False):  # which would make products of bfloat16
+        kind = first.device.type  # whose autocast would make products of bfloat16
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             sums = sketch(torch.stack([first, *others]) if others else first[None], box)
         if exact:
             numbers = torch.stack([digest(each, box) for each in members.values()])

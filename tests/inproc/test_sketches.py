@@ -57,7 +57,9 @@ def test_distances_and_factors_are_those_of_the_tensors() -> None:
     for number in range(5):  # a row, a column, and what rows have alike: none of them is added to nothing
         alike = torch.zeros(3, 64, 90)
         alike[0, number], alike[1, :, number], alike[2] = torch.randn(90), torch.randn(64), torch.randn(90)
-        assert all(0.4 < distance(whole(each).numpy(), a * 0) / float(each.norm()) < 2.5 for each in alike)
+        assert all(
+            0.4 < distance(whole(each).numpy(), whole(each * 0).numpy()) / float(each.norm()) < 2.5 for each in alike
+        )
 
 
 def test_tensors_that_are_sketched_together_have_the_sketches_of_each_alone() -> None:
