@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import chain, count
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from shardwise.errors import ConfigError, StateError
 from shardwise.one_host import set_seed
 
 Numbers = NDArray[np.int64]
+_NUMBER = int | float | Fraction | np.integer | np.floating
 _MOST_ROUNDS = 8  # each one adds to a half of the number what a hash makes of the other half
 _FEW_ROUNDS, _LARGE = 4, 1 << 16  # of lengths beyond: halves of few values need more
 _CHUNK = 8192  # samples at most whose numbers are computed at once: numpy takes 0.4 ms for them, and 0.1 ms for one
@@ -104,7 +104,7 @@ def whole_weights(weights: Mapping[str, Any], names: Sequence[str]) -> list[int]
     Raises: ConfigError unless they are numbers from 0 on, one for each name, and not all 0.
     """
     is_right = set(weights) == set(names) and all(
-        isinstance(each, Real) and not isinstance(each, bool) and 0 <= each < math.inf for each in weights.values()
+        isinstance(each, _NUMBER) and type(each) is not bool and 0 <= each < math.inf for each in weights.values()
     )
     if not is_right or not any(weights.values()):
         raise ConfigError(
