@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import chain, count
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from shardwise.errors import ConfigError, StateError
 from shardwise.one_host import set_seed
 
 Numbers = NDArray[np.int64]
+_NUMBER = int | float | Fraction | np.integer | np.floating
 _MOST_ROUNDS = 8  # each one adds to a half of the number what a hash makes of the other half
 _FEW_ROUNDS, _LARGE = 4, 1 << 16  # of lengths beyond: halves of few values need more
 _CHUNK = 8192  # samples at most whose numbers are computed at once: numpy takes 0.4 ms for them, and 0.1 ms for one
