@@ -104,7 +104,7 @@ def whole_weights(weights: Mapping[str, Any], names: Sequence[str]) -> list[int]
     Raises: ConfigError unless they are numbers from 0 on, one for each name, and not all 0.
     """
     is_right = set(weights) == set(names) and all(
-        type(each) is not bool and isinstance(each, Real) and 0 <= float(each) < math.inf for each in weights.values()
+        isinstance(each, _NUMBER) and type(each) is not bool and 0 <= each < math.inf for each in weights.values()
     )
     if not is_right or not any(weights.values()):
         raise ConfigError(
