@@ -433,11 +433,14 @@ class PlainRecorder(RunRecorder):
         return torch_private.map_tensors(moved, args) if _moves else None
 
     def begin_backward(self) -> None:
-        """Put aside gradients of earlier backwards, so that ``.grad`` becomes what this one adds, and what is to see means."""
+        """Put aside what wrapped parameters have, so that ``.grad`` becomes what this backward adds, and hooks see means."""
+        found = wrapped()
         for param in self.models.tensors().values():
+            is_wrapped = id(param) in found
             if param.grad is not None:
-                self._before[id(param)], param.grad = param.grad, None
-            if hooks := torch_private.remove_later_hooks(param, -1):
+                self._before[id(param)] = param.grad if is_wrapped else param.grad.clone()
+                param.grad = None if is_wrapped else param.grad
+            if is_wrapped and (hooks := torch_private.remove_later_hooks(param, -1)):
                 self._hooks.append((param, hooks))
 
     def end_backward(self, tensors: Any) -> None:
@@ -447,20 +450,20 @@ class PlainRecorder(RunRecorder):
         for param in params.values():
             if param.grad is not None:
                 own[id(param)] = param.grad * (found[id(param)][0].scale(param) if id(param) in found else 1.0)
+                if id(param) in self._before and id(param) not in found:
+                    own[id(param)] -= self._before[id(param)]
         self.add("own", {name: own[id(param)] for name, param in params.items() if id(param) in own})
         before, hooked = self._before, self._hooks
         self.undo_backward(own)
         average(before, own)
         for param, hooks in hooked:
-            for hook in (
-                hooks.values() if id(param) in found and found[id(param)][0].syncs and param.grad is not None else ()
-            ):
+            for hook in hooks.values() if found[id(param)][0].syncs and param.grad is not None else ():
                 hook(param)
         super().end_backward(tensors)
 
     def undo_backward(self, own: dict[int, torch.Tensor] | None = None) -> None:
         """Let gradients be those of earlier backwards, and what this one adds if it has not raised; put hooks back."""
-        for param in self.models.tensors().values():
+        for _, param in wrapped().values():
             parts = [each[id(param)] for each in (self._before, own or {}) if id(param) in each]
             param.grad = sum(parts[1:], parts[0]) if parts else None
         for param, hooks in self._hooks:

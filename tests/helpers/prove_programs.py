@@ -180,6 +180,12 @@ WRONG = {
         for p in model.blocks[1].parameters():
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, 'grad', p.grad.div_(world)))
         train(model, sgd(model))
+        """, r"in both runs: step 1  6 gradients \(blocks.1.*0.500 x their mean over ranks \(1/2 = 1/ranks: averaged twice",
+            options=STRICT, source="Megatron-LM 7452: gradients averaged twice on one unit, by the script"),
+    "reduction_divides_again": ours("""
+        model = shard(Net(), shardwise.fully_shard)
+        model.blocks[1].set_all_reduce_hook(lambda reduced: reduced.div_(world))
+        train(model, sgd(model))
         """, r"step 1  microbatch 1  gradient of blocks.1.down.bias: 0.500 x the reference \(1/2 = 1/ranks",
             source="Megatron-LM 7452: gradients averaged twice on one unit"),
     "comm_hook_sums": torchs("""

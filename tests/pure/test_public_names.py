@@ -30,7 +30,8 @@ FOR_USERS = {
     "CompressionPolicy": "block error_feedback exact gather min_bytes reduce warn_above",
     "CompressionState": "load_state_dict state_dict",
     "CPUOffloadPolicy": "pin_memory",
-    "Choices": "accumulate disk keep_blocks offload optimizer precision recompute strategies tensor tensor_plan unit_bytes",
+    "Choices": "accumulate disk keep_blocks offload optimizer precision recompute replicas strategies tensor tensor_plan "
+    "unit_bytes",
     "DDPMeshInfo": _MESH,
     "DataParallelMeshDims": "replicate shard",
     "DiskOffloadPolicy": "folder pin_memory",

@@ -32,7 +32,7 @@ from shardwise.formatting import parse_size
 from shardwise.offload import fit
 from shardwise.planner.hardware import Setting
 
-WIDTH, BATCH, BLOCKS, STEPS = 128, 1024, 5, 2
+WIDTH, BATCH, BLOCKS, STEPS = 128, 1024, 6, 2
 
 
 class Block(nn.Module):

@@ -84,7 +84,7 @@ while True:
 
 
 def test_one_part_alone_is_compared_and_recordings_are_kept(tmp_path: Path) -> None:
-    program, kept = WRONG["hook_divides_again"], tmp_path / "kept"
+    program, kept = WRONG["reduction_divides_again"], tmp_path / "kept"
     found = prove(tmp_path, program.text, 2, ("--json", "--steps", "1", "--only", "head.*", "--keep", str(kept)))
     told = json.loads(found.out)
     assert (found.code, told["code"], told["findings"], told["notes"]) == (0, 0, [], [])
