@@ -46,10 +46,10 @@ demo: .stamp-setup
 	@echo "Go on:       $(BIN)/shardwise train --resume $(DEMO) --steps 480 --nproc 1"
 
 test: .stamp-dev
-	$(BIN)/python -m pytest -m "not gpu and not chaos and not clients and not exhaustive" -n 4 --dist loadfile
+	$(BIN)/python -m pytest -m "not gpu and not chaos and not clients and not exhaustive" -n 3 --dist loadfile
 
 test-exhaustive: .stamp-dev
-	$(BIN)/python -m pytest -m "exhaustive and not gpu and not chaos and not clients" -n 4 --dist loadfile
+	$(BIN)/python -m pytest -m "exhaustive and not gpu and not chaos and not clients" -n 3 --dist loadfile
 
 check: .stamp-dev
 	$(BIN)/ruff format --check .
