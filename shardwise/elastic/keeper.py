@@ -75,7 +75,8 @@ class Keeper:
 
     def finish(self) -> None:
         """End the keeper; ranks that still run have its files."""
-        self._connection.send(b".")
+        with suppress(OSError), self._connection:  # another rank may have ended it
+            self._connection.send(b".")
 
 
 def _start(name: str, agent: int) -> None:

@@ -70,6 +70,19 @@ def test_files_outlive_ranks_and_end_with_their_launcher(agent: subprocess.Popen
 
 
 @second_user
+def test_ranks_end_a_keeper_one_after_another(agent: subprocess.Popen[bytes]) -> None:
+    with agent:
+        first, second = [keeper.Keeper(agent.pid) for _ in range(2)]
+        first.finish()
+        while running(agent.pid):
+            time.sleep(0.02)
+        second.finish()
+        for fd in (*first.fds, *second.fds):
+            os.close(fd)
+        assert agent.stdin is not None
+        agent.stdin.close()
+
+
 def test_another_user_gets_nothing_and_changes_nothing(agent: subprocess.Popen[bytes]) -> None:
     with agent:
         name = rank(agent, "put", "state").split()[0]
