@@ -33,7 +33,7 @@ class Reductions:
         max_inputs: how many reduce-scatter inputs may be allocated at once.
         syncs_replicas: where ranks may take different ways, whether all reduce over replicas in this backward; None: as the
             policy of each unit says.
-        in_flight: in the order of their launches; those that are over leave it from the front.
+        in_flight: in the order of their launches; those that are over leave it from the front, and ``launched`` keeps them.
         launched, deferred: reductions of this backward, and pending ones of earlier backwards.
         open_launch: the launch of a unit whose backward still runs.
         fresh_held: unsynced gradients of this backward, which count once it ends without an exception.
@@ -44,8 +44,6 @@ class Reductions:
         self._exec_order, self._comm_ctx = exec_order, comm_ctx
         self.max_inputs = 1
         self.syncs_replicas: bool | None = None
-        # In the order of their launches.  Those that are over leave it from the front; ``launched`` keeps them until the
-        # commit.
         self.in_flight: list[Reduction] = []
         self.launched, self.deferred = list[Launch](), list[Launch]()
         self.fresh_held: list[tuple[Unit, Gradients]] = []
